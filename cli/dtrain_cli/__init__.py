@@ -1,0 +1,1 @@
+"""The command line of dtrain. It uses dtrain's public API alone."""

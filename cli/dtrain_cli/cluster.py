@@ -1,0 +1,87 @@
+"""The verbs on clusters."""
+
+from __future__ import annotations
+
+import threading
+from typing import Annotated
+
+import typer
+
+from dtrain_cli._connect import embedded_workers
+from dtrain_cli._output import command
+from dtrain_cli._signals import interruptible, sparing_children
+
+app = typer.Typer(no_args_is_help=True, help="A cluster on this machine.", rich_markup_mode=None)
+
+
+@app.callback()
+def cluster() -> None:
+    """A cluster on this machine."""
+
+
+@app.command()
+def start(
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes.", show_default="one per CPU")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
+    dashboard: Annotated[
+        str, typer.Option(metavar="[HOST]:PORT", help="Where Dask's dashboard is; port 0: any.")
+    ] = ":8787",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The scheduler's port; 0: any.")
+    ] = 8786,
+) -> None:
+    """Start a cluster on this machine and keep it until Ctrl-C.
+
+    It listens on 127.0.0.1 alone: whoever reaches a Dask port can run code.
+
+    \b
+    Example:
+      dtrain cluster start --workers 4
+      DTRAIN_SCHEDULER=tcp://127.0.0.1:8786 dtrain submit digits.toml   (in another terminal)
+    """
+    with command(as_json=False):
+        stop = threading.Event()
+        with interruptible(stop.set):
+            _serve(workers, threads, _dashboard_address(dashboard), port, stop)
+
+
+def _dashboard_address(text: str) -> str:
+    from dtrain.errors import SpecError
+
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise SpecError(f"--dashboard: found {text!r}, expected [HOST]:PORT, like :8787")
+    return f"{host or '127.0.0.1'}:{port}"
+
+
+def _serve(
+    workers: int | None, threads: int, dashboard: str, port: int, stop: threading.Event
+) -> None:
+    import os
+
+    from distributed import LocalCluster
+
+    from dtrain.errors import ClusterError
+
+    try:
+        with sparing_children():
+            cluster = LocalCluster(
+                n_workers=workers or embedded_workers(os.cpu_count()),
+                threads_per_worker=threads,
+                host="127.0.0.1",
+                scheduler_port=port,
+                dashboard_address=dashboard,
+            )
+    except (OSError, RuntimeError) as error:
+        raise ClusterError(
+            f"the cluster did not start: {error}. If port {port} is taken, choose one by --port"
+        ) from error
+    with cluster:
+        address = cluster.scheduler_address
+        typer.echo(f"scheduler  {address}")
+        typer.echo(f"dashboard  {cluster.dashboard_link}")
+        typer.echo(f"to use it  export DTRAIN_SCHEDULER={address}")
+        typer.echo("Ctrl-C stops it.", err=True)
+        stop.wait()

@@ -1,0 +1,255 @@
+"""The verbs on jobs: submit, list, status, why, cancel; and doctor."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dtrain_cli._connect import (
+    Json,
+    Scheduler,
+    connected,
+    embedded_workers,
+    find_address,
+    need_address,
+)
+from dtrain_cli._output import FAILED, NO_CLUSTER, SUCCEEDED, Report, columns, command, pairs
+from dtrain_cli._signals import INTERRUPTED
+
+#: How long an interrupted submit waits for its job to be cancelled, in seconds.
+_CANCEL_WAIT = 5.0
+
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The id of the job; see `dtrain list`.")]
+
+
+def submit(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file.")],
+    scheduler: Scheduler = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return at once; the job goes on without us.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="N", help="The job's label.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="The folder to save the model in."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train what a spec file describes.
+
+    On the cluster that is named, else on this machine. Waits for the job and shows its progress.
+    Ctrl-C cancels it; a second one leaves at once.
+
+    \b
+    Exit codes:
+      0  succeeded              3    no cluster, or dtrain missing on it
+      1  failed                 130  interrupted
+      2  refused before it started (usage, keys, files, shapes)
+
+    \b
+    Examples:
+      dtrain submit digits.toml
+      dtrain submit digits.toml --scheduler tcp://127.0.0.1:8786 --detach
+      dtrain submit digits.toml --output runs/7 --json | jq .metrics
+    """
+    with command(as_json, no_job) as report:
+        import dtrain
+        from dtrain.errors import SpecError
+        from dtrain.specfile import load_job
+
+        address = find_address(scheduler)
+        if detach and address is None:
+            raise SpecError(
+                "--detach: found no cluster that would outlive this command, "
+                "expected --scheduler ADDR or DTRAIN_SCHEDULER"
+            )
+        job = load_job(spec, name=name, output=output)
+        with connected(address, workers=embedded_workers(job.replicas)) as client:
+            handle = dtrain.submit(job, client=client, detach=detach)
+            report.failure = lambda kind, message: {
+                **no_job(kind, message),
+                "id": handle.id,
+                "state": handle.state,
+            }
+            if detach:
+                _report_submitted(report, handle, address)
+            else:
+                report.note(f"job {handle.id} submitted to {address or 'an embedded cluster'}")
+                interrupted = _wait(report, handle)
+                _report_end(report, handle.status(), interrupted)
+
+
+def no_job(kind: str, message: str) -> dict[str, Any]:
+    return _outcome({"reason": kind, "message": message})
+
+
+def _outcome(status: dict[str, Any]) -> dict[str, Any]:
+    keys = ("id", "state", "reason", "message", "metrics", "history", "output")
+    return {**dict.fromkeys(keys), "history": [], **{k: status[k] for k in keys if k in status}}
+
+
+def _report_submitted(report: Report, handle: Any, address: str | None) -> None:
+    report.document = _outcome(handle.status())
+    report.show = lambda console: console.print(handle.id)
+    report.note(f"job {handle.id} submitted; see `dtrain status {handle.id} --scheduler {address}`")
+
+
+def _wait(report: Report, handle: Any) -> bool:
+    """Wait for the end of a job; True if that was cut short by Ctrl-C or SIGTERM."""
+    from dtrain.errors import DeadlineError
+
+    try:
+        handle.wait()
+    except KeyboardInterrupt:
+        report.document = _outcome({"id": handle.id, "reason": "Interrupted"})
+        report.note(f"interrupted: cancelling job {handle.id}; again to leave at once")
+        handle.cancel()
+        with suppress(DeadlineError):
+            handle.wait(timeout=_CANCEL_WAIT, progress=False)
+        return True
+    return False
+
+
+def _report_end(report: Report, status: dict[str, Any], interrupted: bool) -> None:
+    report.document = _outcome(status)
+    report.show = pairs(_summary(status))
+    report.code = SUCCEEDED if status["state"] == "SUCCEEDED" else FAILED
+    if report.code == FAILED:
+        report.note(_why_failed(status))
+    if interrupted:
+        report.code = INTERRUPTED
+
+
+def _why_failed(status: dict[str, Any]) -> str:
+    said = [str(status[key]) for key in ("reason", "message") if status.get(key)]
+    lines = [f"dtrain: job {status['id']} {status['state']}" + "".join(f": {s}" for s in said)]
+    if status.get("reason") == "USER_ERROR" and status.get("traceback"):
+        lines.append(str(status["traceback"]).rstrip())
+    return "\n".join(lines)
+
+
+def _summary(status: dict[str, Any]) -> dict[str, Any]:
+    """What people want to know of a job, by the names they see."""
+    epoch, epochs = status.get("epoch"), status.get("epochs")
+    last = dict((status.get("history") or [{}])[-1])
+    metrics = status.get("metrics") or {}
+    known = ("epoch", "epochs", "step", "loss", "samples", "seconds", "samples_per_s")
+    return {
+        "job": status["id"],
+        "name": status.get("name"),
+        "state": status["state"],
+        "reason": status.get("reason"),
+        "message": status.get("message"),
+        "epochs": epoch if epochs is None or epoch is None else f"{epoch} of {epochs}",
+        "steps": status.get("step"),
+        "loss": status.get("loss"),
+        **{name: value for name, value in metrics.items() if name not in known},
+        "samples/s": status.get("samples_per_s") or last.get("samples_per_s"),
+        "replicas": status.get("replicas"),
+        "model": status.get("output"),
+    }
+
+
+def list_(scheduler: Scheduler = None, as_json: Json = False) -> None:
+    """List the jobs of a cluster.
+
+    \b
+    Example:
+      dtrain list --scheduler tcp://127.0.0.1:8786
+    """
+    with command(as_json) as report:
+        import dtrain
+
+        with connected(need_address(scheduler)) as client:
+            jobs = [handle.status() for handle in dtrain.jobs(client)]
+        keys = ["id", "name", "state", "reason", "epoch", "epochs", "step", "loss"]
+        keys += ["samples_per_s", "replicas", "shards"]
+        report.document = {"jobs": [{key: job.get(key) for key in keys} for job in jobs]}
+        shown = ["id", "name", "state", "epoch", "step", "loss", "samples_per_s"]
+        headings = ["ID", "NAME", "STATE", "EPOCH", "STEP", "LOSS", "SAMPLES/S"]
+        if jobs:
+            report.show = columns(headings, [[job.get(key) for key in shown] for job in jobs])
+        else:
+            report.note("no jobs")
+
+
+def status(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
+    """Show the state and progress of a job.
+
+    \b
+    Example:
+      dtrain status 3f2a --json | jq .state
+    """
+    with command(as_json) as report:
+        import dtrain
+
+        with connected(need_address(scheduler)) as client:
+            found = dtrain.attach(job_id, client).status()
+        report.document = found
+        report.show = pairs(_summary(found))
+        if found["state"] == "FAILED" and found.get("traceback"):
+            report.note(str(found["traceback"]).rstrip())
+
+
+def why(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
+    """Tell what a job is waiting for.
+
+    \b
+    Example:
+      dtrain why 3f2a
+    """
+    with command(as_json) as report:
+        import dtrain
+
+        with connected(need_address(scheduler)) as client:
+            handle = dtrain.attach(job_id, client)
+            text, state = handle.why_waiting(), handle.state
+        report.document = {"id": job_id, "state": state, "why": text}
+        report.show = lambda console: console.print(text)
+
+
+def cancel(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
+    """Cancel a job. One that has ended stays as it is.
+
+    \b
+    Example:
+      dtrain cancel 3f2a
+    """
+    with command(as_json) as report:
+        import dtrain
+
+        with connected(need_address(scheduler)) as client:
+            handle = dtrain.attach(job_id, client)
+            handle.cancel()
+            state = handle.state
+        report.document = {"id": job_id, "state": state}
+        report.show = lambda console: console.print(f"{job_id} {state}")
+
+
+def doctor(scheduler: Scheduler = None, as_json: Json = False) -> None:
+    """Check this machine and those of the cluster.
+
+    Tells for each what of Python, dtrain and its kin is there, and what does not fit.
+    Exit code 3 if something does not. Without a cluster, checks an embedded one.
+
+    \b
+    Example:
+      dtrain doctor --scheduler tcp://127.0.0.1:8786
+    """
+    with command(as_json) as report:
+        import dtrain
+
+        with connected(find_address(scheduler), workers=1) as client:
+            found = dtrain.doctor(client)
+        machines = [found["client"], found["scheduler"], *found["workers"]]
+        keys = ["where", "python", "dtrain", "dask", "distributed", "numpy"]
+        rows = [[*(m[key] for key in keys), "ok" if m["ok"] else m["problem"]] for m in machines]
+        report.document = found
+        report.show = columns([*(key.upper() for key in keys), ""], rows)
+        if not all(machine["ok"] for machine in machines):
+            report.code = NO_CLUSTER

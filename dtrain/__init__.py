@@ -1,0 +1,124 @@
+"""Data-parallel training as a service inside a Dask cluster.
+
+The main path of a job, module by module::
+
+    training.fit -> runtime.master -> machines.rounds -> runtime.replica -> models
+                 -> runtime.transport -> machines.shard -> optim
+
+``ARCHITECTURE.md`` has the floors: a module imports only from floors below its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dtrain._version import __version__
+
+if TYPE_CHECKING:
+    from dtrain import models, optim
+    from dtrain.cluster import connect, doctor
+    from dtrain.errors import (
+        ClusterError,
+        DataError,
+        DeadlineError,
+        DTrainError,
+        FencedError,
+        JobCancelled,
+        JobFailed,
+        JobNotFound,
+        ModelFileError,
+        NonFiniteError,
+        ProtocolError,
+        SpecError,
+        StorageError,
+        WorkersLost,
+    )
+    from dtrain.handle import Handle, attach, jobs
+    from dtrain.job import Job
+    from dtrain.machines.ledger import Ledger
+    from dtrain.result import Result, load
+    from dtrain.spec import Async, Sync
+    from dtrain.specfile import load_job
+    from dtrain.training import fit, submit
+
+#: Public name -> the module that has it.  They are loaded when first used: ``import dtrain``
+#: costs milliseconds, on a worker and in the CLI.
+_HOMES = {
+    "Async": "dtrain.spec",
+    "ClusterError": "dtrain.errors",
+    "DTrainError": "dtrain.errors",
+    "DataError": "dtrain.errors",
+    "DeadlineError": "dtrain.errors",
+    "FencedError": "dtrain.errors",
+    "Handle": "dtrain.handle",
+    "Job": "dtrain.job",
+    "JobCancelled": "dtrain.errors",
+    "JobFailed": "dtrain.errors",
+    "JobNotFound": "dtrain.errors",
+    "Ledger": "dtrain.machines.ledger",
+    "ModelFileError": "dtrain.errors",
+    "NonFiniteError": "dtrain.errors",
+    "ProtocolError": "dtrain.errors",
+    "Result": "dtrain.result",
+    "SpecError": "dtrain.errors",
+    "StorageError": "dtrain.errors",
+    "Sync": "dtrain.spec",
+    "WorkersLost": "dtrain.errors",
+    "attach": "dtrain.handle",
+    "connect": "dtrain.cluster",
+    "doctor": "dtrain.cluster",
+    "fit": "dtrain.training",
+    "jobs": "dtrain.handle",
+    "load": "dtrain.result",
+    "load_job": "dtrain.specfile",
+    "submit": "dtrain.training",
+}
+
+__all__ = [
+    "Async",
+    "ClusterError",
+    "DTrainError",
+    "DataError",
+    "DeadlineError",
+    "FencedError",
+    "Handle",
+    "Job",
+    "JobCancelled",
+    "JobFailed",
+    "JobNotFound",
+    "Ledger",
+    "ModelFileError",
+    "NonFiniteError",
+    "ProtocolError",
+    "Result",
+    "SpecError",
+    "StorageError",
+    "Sync",
+    "WorkersLost",
+    "__version__",
+    "attach",
+    "connect",
+    "doctor",
+    "fit",
+    "jobs",
+    "load",
+    "load_job",
+    "models",
+    "optim",
+    "submit",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("models", "optim"):
+        return importlib.import_module(f"dtrain.{name}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'dtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

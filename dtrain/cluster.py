@@ -1,0 +1,360 @@
+"""Finding a cluster, and putting dtrain on it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dtrain._version import __version__
+from dtrain.config import settings
+from dtrain.errors import ClusterError, DTrainError, SpecError
+from dtrain.runtime.rpc import opened
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+
+class Control:
+    """Asks the master, through a Client or straight to an address.
+
+    Parameters
+    ----------
+    target : distributed.Client or str
+    """
+
+    def __init__(self, target: Client | str) -> None:
+        from distributed import Client
+
+        if isinstance(target, Client):
+            if target.asynchronous:
+                raise SpecError(
+                    "client: found an asynchronous Client, expected a synchronous one "
+                    "(call dtrain from a thread, or with the address of the scheduler)"
+                )
+        elif not isinstance(target, str):
+            raise SpecError(
+                f"client: found {type(target).__name__}, expected a Client or an address"
+            )
+        self.target = target
+
+    @property
+    def address(self) -> str:
+        if isinstance(self.target, str):
+            return self.target
+        return str(self.target.scheduler.address) if self.target.scheduler else "?"
+
+    @property
+    def client_id(self) -> str | None:
+        return None if isinstance(self.target, str) else self.target.id
+
+    def call(self, op: str, deadline: float | None = None, **message: Any) -> Any:
+        """The master's answer; ClusterError if there is none."""
+        answer = self.raw(op, deadline, **message)
+        if answer is None:
+            raise ClusterError(
+                f"{self.address}: dtrain is not installed on this cluster; no job has run there"
+            )
+        return opened(answer, f"{op} at {self.address}")
+
+    def raw(self, op: str, deadline: float | None = None, **message: Any) -> Any:
+        seconds = deadline or settings().call_deadline
+        try:
+            if isinstance(self.target, str):
+                return _run(_call_address(self.target, op, seconds, message))
+            return self.target.sync(_call_client, self.target, op, seconds, message)
+        except (OSError, TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, DTrainError):
+                raise
+            raise ClusterError(
+                f"{self.address}: no scheduler answers there ({_words(error)})"
+            ) from None
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, DTrainError):
+                raise
+            raise ClusterError(f"{self.address}: {error}") from None
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end, also where a loop runs already (a notebook): there, in a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1, "dtrain-call") as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
+async def _call_client(client: Client, op: str, seconds: float, message: dict[str, Any]) -> Any:
+    if client.scheduler is None or client.status != "running":
+        raise OSError(f"the client is {client.status}")
+    return await asyncio.wait_for(getattr(client.scheduler, op)(**message), seconds)
+
+
+async def _call_address(address: str, op: str, seconds: float, message: dict[str, Any]) -> Any:
+    from distributed.core import rpc
+    from distributed.security import Security
+
+    arguments = Security().get_connection_args("client")
+    async with rpc(address, timeout=seconds, connection_args=arguments) as peer:
+        return await asyncio.wait_for(getattr(peer, op)(**message), seconds)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def install(client: Client) -> dict[str, Any]:
+    """Put dtrain on the client's cluster if it is not there; returns the master's own account.
+
+    Raises ClusterError if dtrain is missing or of another version on the scheduler, or if no
+    worker can train.  Workers without dtrain are left alone, and out.
+    """
+    control = Control(client)
+    # Registered without asking first: Dask would log a question that it has no handler for.
+    _register(client, control)
+    config = settings()
+    info = control.call("dtrain_info", config.hello_deadline + config.call_deadline, settle=True)
+    if info["version"] != __version__:
+        raise ClusterError(
+            f"scheduler {control.address}: has dtrain {info['version']}, expected {__version__}, "
+            f"the version here"
+        )
+    if not info["ready"]:
+        found = "; ".join(f"{member}: {problem}" for member, problem in info["problems"])
+        raise ClusterError(
+            f"{control.address}: no worker can train; {found or 'it has no workers'}"
+        )
+    return dict(info)
+
+
+def _register(client: Client, control: Control) -> None:
+    from dtrain.runtime.master import Master
+
+    deadline = settings().hello_deadline + settings().call_deadline
+
+    async def register() -> None:
+        await asyncio.wait_for(client.register_plugin(Master()), deadline)
+
+    try:
+        client.sync(register)
+    except ModuleNotFoundError as error:
+        raise ClusterError(
+            f"scheduler {control.address}: dtrain cannot be imported there ({error}); "
+            f"install dtrain {__version__} on that machine"
+        ) from None
+    except (TimeoutError, OSError) as error:
+        raise ClusterError(
+            f"scheduler {control.address}: dtrain could not be started there ({_words(error)})"
+        ) from None
+
+
+@contextmanager
+def connect(address: Client | str | None = None, *, workers: int | None = None) -> Iterator[Client]:
+    """A client for the length of a ``with`` block; closes what it opened, and only that.
+
+    Parameters
+    ----------
+    address : Client or str or None
+        A Client is used as it is.  None: the current client, else an embedded LocalCluster on
+        loopback, of one-thread worker processes.
+    workers : int or None
+        How many workers an embedded cluster has; None: one per core.
+
+    Raises
+    ------
+    ClusterError
+        Nothing answers at the address.
+    """
+    from distributed import Client
+    from distributed.client import default_client
+
+    if isinstance(address, Client):
+        yield address
+        return
+    if address is None:
+        try:
+            yield default_client()
+            return
+        except ValueError:
+            pass
+        with _embedded(workers) as client:
+            yield client
+        return
+    if not isinstance(address, str):
+        raise SpecError(f"client: found {type(address).__name__}, expected a Client or an address")
+    client = open_client(address)
+    try:
+        yield client
+    finally:
+        client.close(timeout=5)
+
+
+def open_client(address: str) -> Client:
+    from distributed import Client
+
+    try:
+        return Client(address, timeout=settings().connect_deadline, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise ClusterError(f"{address}: no scheduler answers there ({_words(error)})") from None
+
+
+@contextmanager
+def _embedded(workers: int | None) -> Iterator[Client]:
+    """A LocalCluster of our own, closed at the end, whatever happens."""
+    import dask.config
+    from distributed import Client, LocalCluster
+
+    check_main_guard()
+    with (
+        tempfile.TemporaryDirectory(prefix="dtrain-") as directory,
+        dask.config.set({"distributed.worker.daemon": True}),
+    ):
+        with _interrupts_held():
+            cluster = LocalCluster(
+                n_workers=workers or os.cpu_count() or 1,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address=None,
+                local_directory=directory,
+                silence_logs=40,
+            )
+        try:
+            client = Client(cluster, set_as_default=False)
+            try:
+                yield client
+            finally:
+                client.close(timeout=5)
+        finally:
+            cluster.close(timeout=10)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Start worker processes with SIGINT blocked: a Ctrl-C on the terminal is for us alone.
+
+    It would reach them too, and they would die with tracebacks before they can be closed.
+    """
+    import signal
+    import threading
+    from multiprocessing import resource_tracker
+
+    if threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "pthread_sigmask"
+    ):
+        yield
+        return
+    # It is started lazily, and its start unblocks SIGINT.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def check_main_guard() -> None:
+    """Raise unless the script that calls us may start processes.
+
+    A worker process imports the main script again; what the script does without an
+    ``if __name__ == "__main__":`` around it would then be done in every worker, without end.
+    """
+    import multiprocessing
+
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SpecError(_GUARD.format(where="this script"))
+    frame: Any = sys._getframe()
+    while frame is not None:
+        names = frame.f_globals
+        if frame.f_code.co_name == "<module>" and names.get("__name__") == "__main__":
+            file = names.get("__file__")
+            if file and os.path.isfile(file) and not _guarded(file, frame.f_lineno):
+                raise SpecError(_GUARD.format(where=f"{file}, line {frame.f_lineno}"))
+        frame = frame.f_back
+
+
+_GUARD = (
+    "{where}: it starts an embedded cluster without the guard that worker processes need; "
+    'put the code under:  if __name__ == "__main__":'
+)
+
+
+def _guarded(file: str, line: int) -> bool:
+    """Whether ``line`` of a script stands within an ``if`` about ``__name__``."""
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return True
+    for node in tree.body:
+        if node.lineno <= line <= (node.end_lineno or node.lineno):
+            if not isinstance(node, ast.If):
+                return False
+            return any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
+    return True
+
+
+def doctor(client: Client | str) -> dict[str, Any]:
+    """Versions on the client, the scheduler and each worker, and what is wrong with them.
+
+    Returns
+    -------
+    dict
+        ``client``, ``scheduler``: dicts; ``workers``: a list of such.  Each has ``where,
+        python, dtrain, dask, distributed, numpy, ok, problem``.
+    """
+    with connect(client) as opened_client:
+        problem: str | None = None
+        try:
+            install(opened_client)
+        except ClusterError as error:
+            problem = str(error)
+        versions = opened_client.get_versions(check=False)
+        info = Control(opened_client).raw("dtrain_info") or {"value": None}
+        value = info.get("value") or {"version": None, "versions": {}, "problems": []}
+        here = _entry("client", versions["client"], __version__, None, None)
+        scheduler = _entry(
+            str(opened_client.scheduler.address),
+            versions["scheduler"],
+            value["version"],
+            None if value["version"] else problem,
+            here,
+        )
+        wrong = dict(value["problems"])
+        workers = []
+        for address, found in sorted(versions["workers"].items()):
+            said = next((words for member, words in wrong.items() if address in member), None)
+            if said is None and address not in value["versions"]:
+                said = problem or "has not said hello"
+            workers.append(_entry(address, found, value["versions"].get(address), said, here))
+        return {"client": here, "scheduler": scheduler, "workers": workers}
+
+
+def _entry(
+    where: str,
+    versions: dict[str, Any] | str | None,
+    dtrain: str | None,
+    problem: str | None,
+    client: dict[str, Any] | None,
+) -> dict[str, Any]:
+    packages = versions.get("packages", {}) if isinstance(versions, dict) else {}
+    entry: dict[str, Any] = {
+        "where": where,
+        "python": packages.get("python", platform.python_version() if client is None else None),
+        "dtrain": dtrain,
+        **{name: packages.get(name) for name in ("dask", "distributed", "numpy")},
+    }
+    if problem is None and client is not None:
+        for name in ("dtrain", "dask", "distributed"):
+            if entry[name] != client[name]:
+                problem = f"has {name} {entry[name]}, expected {client[name]}, the client's version"
+                break
+    return {**entry, "ok": problem is None, "problem": problem}

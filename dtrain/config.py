@@ -1,0 +1,93 @@
+"""The settings, read once at the edge: the only reader of ``dask.config``'s ``dtrain:`` section.
+
+Set them in ``~/.config/dask/dtrain.yaml`` or in the environment, for instance
+``DASK_DTRAIN__CLIENT_LEASE=30s``.  Times are numbers of seconds or strings like ``"500ms"``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dtrain.errors import SpecError
+
+#: Written as people write them; parsed by :func:`settings`.
+DEFAULTS: dict[str, str] = {
+    "hello-deadline": "10s",
+    "prepare-deadline": "60s",
+    "step-deadline": "10 minutes",
+    "poll": "2s",
+    "call-deadline": "15s",
+    "connect-deadline": "5s",
+    "stop-grace": "5s",
+    "client-lease": "60s",
+    "result-ttl": "7d",
+    "stall": "3s",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Times in seconds; see ``docs/settings.md`` for their meanings.
+
+    Attributes
+    ----------
+    hello_deadline : float
+        How long the master waits for the worker plugin of a worker to say hello.
+    prepare_deadline : float
+        From the launch of a job to the moment when all its hosts are ready.
+    step_deadline : float
+        The longest a replica waits for one step to commit, or a host for one barrier.
+    poll : float
+        How long one call waits at the other end before it is answered "not yet".
+    call_deadline : float
+        The longest a call that should be answered at once may take.
+    connect_deadline : float
+        How long to look for a scheduler at an address.
+    stop_grace : float
+        How long a stopping job waits for user code to return.
+    client_lease : float
+        How long an attached job outlives the connection of its client.
+    result_ttl : float
+        How long a finished job and its result are kept.
+    stall : float
+        How long a replica may make no progress before it is named.
+    """
+
+    hello_deadline: float
+    prepare_deadline: float
+    step_deadline: float
+    poll: float
+    call_deadline: float
+    connect_deadline: float
+    stop_grace: float
+    client_lease: float
+    result_ttl: float
+    stall: float
+
+
+def settings(**overrides: Any) -> Settings:
+    """The settings of this process: the defaults, Dask's configuration, ``overrides`` (last wins)."""
+    import dask.config
+    from dask.utils import parse_timedelta
+
+    values: dict[str, float] = {}
+    for field in fields(Settings):
+        key = field.name.replace("_", "-")
+        raw = overrides.get(field.name, dask.config.get(f"dtrain.{key}", DEFAULTS[key]))
+        try:
+            value = float(parse_timedelta(raw, default="seconds"))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            value = float("nan")
+        if not value > 0:
+            raise SpecError(f"dtrain.{key}: found {raw!r}, expected a time above zero such as '5s'")
+        values[field.name] = value
+    return Settings(**values)
+
+
+def scheduler_address() -> str | None:
+    """The address named by the environment or by Dask's configuration, if any."""
+    import dask.config
+
+    return os.environ.get("DTRAIN_SCHEDULER") or dask.config.get("scheduler-address", None)

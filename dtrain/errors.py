@@ -1,0 +1,98 @@
+"""Every error dtrain raises, in one tree.
+
+::
+
+    DTrainError
+    |-- SpecError          what was asked for cannot be (keys, values, files): before anything starts
+    |-- DataError          the data cannot be trained on (shapes, lengths, labels)
+    |-- ClusterError       no cluster there, or dtrain is missing or of another version on it
+    |-- JobNotFound        no job of that id on this cluster
+    |-- JobFailed          a job ended without a result
+    |   |-- NonFiniteError     a loss or gradient became NaN or infinite
+    |   |-- WorkersLost        a worker that the job needed has died
+    |   `-- JobCancelled       somebody cancelled it
+    |-- DeadlineError      a wait ran out; names who was waited for
+    |-- FencedError        a message of an older generation of a job
+    |-- ProtocolError      a message that is illegal in the state it met
+    |-- StorageError       a result could not be written
+    `-- ModelFileError     a saved model is not readable
+
+Each message names what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+
+class DTrainError(Exception):
+    """The root of all errors of dtrain."""
+
+
+class SpecError(DTrainError, ValueError):
+    """What was asked for cannot be: an unknown key, a wrong value, a file that is not there."""
+
+
+class DataError(DTrainError, ValueError):
+    """The data cannot be trained on: shapes, lengths or labels do not fit."""
+
+
+class ClusterError(DTrainError):
+    """No cluster answers there, or dtrain is missing or of another version on it."""
+
+
+class JobNotFound(DTrainError, LookupError):
+    """There is no job of that id on this cluster."""
+
+
+class DeadlineError(DTrainError, TimeoutError):
+    """A wait ran out. The message names what was waited for, and whom."""
+
+
+class FencedError(DTrainError):
+    """The message belongs to an older generation of its job and was refused."""
+
+
+class ProtocolError(DTrainError):
+    """The message is illegal in the state that it met; nothing was changed."""
+
+
+class StorageError(DTrainError, OSError):
+    """A result could not be written; names the place and the reason."""
+
+
+class ModelFileError(DTrainError, OSError):
+    """A saved model cannot be read: files missing, damaged, or of another format."""
+
+
+class JobFailed(DTrainError):
+    """A job ended without a result.
+
+    Parameters
+    ----------
+    message : str
+        What happened, in words.
+    job : str
+        The id of the job.
+    reason : str
+        One of ``USER_ERROR DATA_ERROR NON_FINITE WORKERS_LOST STORAGE DEADLINE CONTROLLER``,
+        or ``CANCELLED``.
+    """
+
+    def __init__(self, message: str, job: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.job = job
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[JobFailed], tuple[str, str, str]]:
+        return type(self), (str(self), self.job, self.reason)
+
+
+class NonFiniteError(JobFailed):
+    """A loss or a gradient became NaN or infinite; replica, partition and step are named."""
+
+
+class WorkersLost(JobFailed):
+    """A worker that the job needed has died; it is named."""
+
+
+class JobCancelled(JobFailed):
+    """Somebody cancelled the job, or its client went away."""

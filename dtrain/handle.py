@@ -1,0 +1,237 @@
+"""A job from outside: its state, its status, its result; from any process."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrain.cluster import Control
+from dtrain.config import settings
+from dtrain.errors import (
+    ClusterError,
+    DeadlineError,
+    JobCancelled,
+    JobFailed,
+    NonFiniteError,
+    WorkersLost,
+)
+from dtrain.machines.jobs import TERMINAL, State
+from dtrain.machines.ledger import Ledger
+from dtrain.result import Result
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+#: Seconds between two looks while a progress bar is drawn.
+_GLANCE = 0.2
+
+_ERRORS: dict[str, type[JobFailed]] = {
+    "NON_FINITE": NonFiniteError,
+    "WORKERS_LOST": WorkersLost,
+}
+
+#: What only the handle itself needs of the master's description.
+_INNER = ("exception", "result")
+
+
+class Handle:
+    """A job on a cluster.
+
+    Attributes
+    ----------
+    id : str
+    """
+
+    def __init__(self, id: str, client: Client | str, model: Any = None) -> None:
+        self.id = id
+        self._control = Control(client)
+        self._model = model
+        self._result: Result | None = None
+
+    def __repr__(self) -> str:
+        return f"<dtrain job {self.id} at {self._control.address}>"
+
+    @property
+    def state(self) -> str:
+        """``QUEUED PREPARING RUNNING STOPPING``, or one of the ends: ``SUCCEEDED FAILED CANCELLED``."""
+        return str(self._described()["state"])
+
+    def status(self) -> dict[str, Any]:
+        """A dict: id, name, state, reason, message, step, epoch, loss, samples_per_s, replicas,
+        shards, ledger, history, metrics, output, and more."""
+        return {k: v for k, v in self._described().items() if k not in _INNER}
+
+    def why_waiting(self) -> str:
+        """Who waits for whom, in words."""
+        return str(self._described()["why"])
+
+    def cancel(self) -> None:
+        """Stop the job; a terminal one stays as it is."""
+        self._control.call("dtrain_cancel", job=self.id, why="cancelled by a user")
+
+    def wait(self, timeout: float | None = None, progress: bool | None = None) -> str:
+        """Wait until the job has ended; returns its state.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; DeadlineError when they have passed.  None: as long as the job's cluster
+            answers.
+        progress : bool, optional
+            Draw a progress bar on stderr; None: if that is a terminal.
+
+        Raises
+        ------
+        ClusterError
+            The scheduler does not answer any more.
+        """
+        from dtrain.progress import Bar, wanted
+
+        if not wanted(progress):
+            return str(self._wait(timeout)["state"])
+        with Bar() as bar:
+            return str(self._wait(timeout, bar.update)["state"])
+
+    def _wait(self, timeout: float | None, look: Any = None) -> dict[str, Any]:
+        until = None if timeout is None else time.monotonic() + timeout
+        seen: str | None = None
+        while True:
+            poll = _GLANCE if look else settings().poll
+            if until is not None:
+                poll = min(poll, max(until - time.monotonic(), 0.0))
+            status = self._described(wait=poll, seen=seen)
+            seen = status["state"]
+            if look:
+                look(status)
+            if seen in TERMINAL:
+                return status
+            if until is not None and time.monotonic() >= until:
+                raise DeadlineError(
+                    f"job {self.id}: after {timeout:g} s it is {seen}, expected its end; "
+                    f"{status['why']}"
+                )
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait, and return the :class:`Result`.
+
+        Raises
+        ------
+        JobFailed
+            Or a subclass of it; or the user's own exception, with the remote traceback, where
+            user code failed.
+        """
+        if self._result is not None:
+            return self._result
+        status = self._wait(timeout)
+        if status["state"] != State.SUCCEEDED:
+            raise self._error(status)
+        payload = self._payload(status)
+        about = payload["about"]
+        self._result = Result(
+            model=self._model if self._model is not None else pickle.loads(payload["model"]),
+            params={name: np.asarray(value) for name, value in payload["params"].items()},
+            version=payload["version"],
+            history=status["history"],
+            metrics=status["metrics"],
+            ledger=None if status["ledger"] is None else Ledger.from_dict(status["ledger"]),
+            classes=about["classes"],
+            classification=about["classification"],
+            metric_names=tuple(about["metrics"]),
+            output=status["output"],
+        )
+        return self._result
+
+    def release(self) -> None:
+        """Let the workers forget the result of an ended job; its status stays."""
+        self._control.call("dtrain_release", job=self.id)
+
+    def _payload(self, status: dict[str, Any]) -> dict[str, Any]:
+        """The trained parameters, straight from the worker that holds them."""
+        from distributed import Client
+
+        client = self._control.target
+        if isinstance(client, str):
+            with Client(client, timeout=settings().connect_deadline, set_as_default=False) as own:
+                return Handle(self.id, own)._payload(status)
+        key, address = status["result"]
+        try:
+            payload: dict[str, Any] = client.sync(_fetch, client, key, address)
+            return payload
+        except (OSError, TimeoutError, KeyError) as error:
+            raise JobFailed(
+                f"job {self.id}: its result is at worker {address}, which does not give it "
+                f"({type(error).__name__}: {error})",
+                self.id,
+                "WORKERS_LOST",
+            ) from error
+
+    def _error(self, status: dict[str, Any]) -> BaseException:
+        message = f"job {self.id}: {status['message']}"
+        if status["state"] == State.CANCELLED:
+            return JobCancelled(message, self.id, "CANCELLED")
+        if status["reason"] == "USER_ERROR" and status["exception"] is not None:
+            # A Dask peer is fully trusted; the master and the journal never open this.
+            error: BaseException = pickle.loads(status["exception"])
+            error.add_note(f"{message}\n\nRemote traceback:\n{status['traceback']}")
+            return error
+        kind = _ERRORS.get(status["reason"], JobFailed)
+        return kind(message, self.id, status["reason"])
+
+    def _described(self, wait: float = 0.0, seen: str | None = None) -> dict[str, Any]:
+        deadline = settings().call_deadline + wait
+        found: dict[str, Any] = self._control.call(
+            "dtrain_status", deadline, job=self.id, wait=wait, seen=seen
+        )
+        return found
+
+
+async def _fetch(client: Client, key: str, address: str) -> Any:
+    """Worker to client; a parameter never passes through the scheduler."""
+    from distributed.worker import get_data_from_worker
+
+    call = get_data_from_worker(client.rpc, [key], address)
+    return (await asyncio.wait_for(call, settings().step_deadline))["data"][key]
+
+
+def jobs(client: Client | str | None = None) -> list[Handle]:
+    """All jobs of a cluster, in the order of their submission; none if dtrain is not there."""
+    target = _target(client)
+    control = Control(target)
+    answer = control.raw("dtrain_jobs")
+    if answer is None:
+        return []
+    return [Handle(found["id"], target) for found in control.call("dtrain_jobs")]
+
+
+def attach(job_id: str, client: Client | str | None = None) -> Handle:
+    """The job of that id; an attached job lives on with this client.
+
+    Raises JobNotFound if the cluster has none.
+    """
+    target = _target(client)
+    control = Control(target)
+    control.call("dtrain_attach", job=job_id, client=control.client_id)
+    return Handle(job_id, target)
+
+
+def _target(client: Client | str | None) -> Client | str:
+    if client is not None:
+        return client
+    from distributed.client import default_client
+
+    from dtrain.config import scheduler_address
+
+    try:
+        found: Client = default_client()
+        return found
+    except ValueError:
+        address = scheduler_address()
+        if address is None:
+            raise ClusterError(
+                "no cluster is named: expected a client, a current client, or DTRAIN_SCHEDULER"
+            ) from None
+        return address

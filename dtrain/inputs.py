@@ -1,0 +1,293 @@
+"""From what people hand in to rows on the cluster: checks, labels, and the way there.
+
+NumPy arrays go straight to the workers, one contiguous piece for each replica.  Dask arrays stay
+where they lie.  Neither passes through the scheduler.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrain.errors import ClusterError, DataError, JobFailed
+from dtrain.job import Job, task_of
+from dtrain.runtime.data import ArrayRef, DataPlan, Parts
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+#: The most bytes of one chunk that a client sends.
+_PIECE = 128 << 20
+
+
+@dataclass
+class Inputs:
+    """Data on the cluster; ``held`` are the futures that keep it there until the job does."""
+
+    plan: DataPlan
+    held: list[Any]
+
+
+def prepare(job: Job, client: Client, workers: list[str], replicas: int) -> Inputs:
+    """Check the data of a job and put it where its replicas can read it.
+
+    Raises DataError: what was found and what was expected.
+    """
+    x, y = _checked(job.X, job.y, "X", "y", job.model)
+    valid = None
+    if job.validation_data is not None:
+        valid = _checked(*job.validation_data, "validation X", "validation y", job.model)
+        if valid[0].shape[1:] != x.shape[1:]:
+            raise DataError(
+                f"validation X: found rows of shape {valid[0].shape[1:]}, "
+                f"expected {x.shape[1:]} as in X"
+            )
+    parts = Parts.of(
+        x.shape[0],
+        None if valid is None else valid[0].shape[0],
+        fraction=job.validation_split,
+        replicas=replicas,
+        batch_size=job.batch_size,
+        epochs=job.epochs,
+        steps=job.steps,
+        seed=job.seed,
+    )
+    held: list[Any] = []
+    x, y = _persisted(client, [x, y], held)
+    if valid is not None:
+        valid = tuple(_persisted(client, list(valid), held))
+    classification = task_of(job.model) == "classification"
+    classes = None
+    if classification:
+        labels = _labels(client, y)
+        classes = encode_labels(labels, getattr(job.model, "n_classes", None))
+        if valid is not None:
+            _check_labels(_labels(client, valid[1]), labels, classes, job.model)
+    starts = [parts.span(part)[0] for part in range(1, replicas)]
+    place = _Placer(client, workers, held)
+    plan = DataPlan(
+        x=place(x, starts),
+        y=place(y, starts),
+        valid_x=None if valid is None else place(valid[0], list(parts.valid_bounds[1:-1])),
+        valid_y=None if valid is None else place(valid[1], list(parts.valid_bounds[1:-1])),
+        classification=classification,
+        classes=classes,
+    )
+    return Inputs(plan, held)
+
+
+# -- shapes -------------------------------------------------------------------------------------
+
+
+def is_dask(array: Any) -> bool:
+    return hasattr(array, "__dask_graph__") and hasattr(array, "chunks")
+
+
+def _checked(x: Any, y: Any, x_name: str, y_name: str, model: Any) -> tuple[Any, Any]:
+    """Arrays of numbers with as many rows each, that fit the model."""
+    if y is None:
+        raise DataError(f"{y_name}: found None, expected one target for each row of {x_name}")
+    x, y = _array(x, x_name), _array(y, y_name)
+    if x.ndim < 2:
+        raise DataError(
+            f"{x_name}: found shape {x.shape}, expected (rows, features); "
+            f"one feature is {x_name}.reshape(-1, 1)"
+        )
+    if x.dtype.kind not in "fiub":
+        raise DataError(f"{x_name}: found dtype {x.dtype}, expected numbers")
+    if x.shape[0] != y.shape[0]:
+        raise DataError(
+            f"{x_name} has {x.shape[0]} rows and {y_name} has {y.shape[0]}, expected as many"
+        )
+    if task_of(model) == "classification":
+        if not (y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)):
+            raise DataError(
+                f"{y_name}: found shape {y.shape}, expected (rows,) or (rows, 1): "
+                f"one label for each row"
+            )
+    elif y.dtype.kind not in "fiub":
+        raise DataError(f"{y_name}: found dtype {y.dtype}, expected numbers to regress on")
+    if hasattr(model, "check"):
+        model.check(x.shape, x.dtype, y.shape)
+    return x, y
+
+
+def _array(value: Any, name: str) -> Any:
+    if is_dask(value):
+        return _dask_array(value, name)
+    if hasattr(value, "__dask_graph__"):
+        raise DataError(
+            f"{name}: found {type(value).__name__}, expected a NumPy or dask array "
+            f"(a dask dataframe has to_dask_array(lengths=True))"
+        )
+    array = np.asarray(value)
+    if array.ndim == 0 or (array.dtype == object and array.size and not _strings(array)):
+        raise DataError(f"{name}: found {type(value).__name__}, expected an array of rows")
+    if array.dtype == object:
+        array = array.astype(str)
+    return array
+
+
+def _strings(array: np.ndarray) -> bool:
+    return all(isinstance(v, str) for v in array.ravel())
+
+
+def _dask_array(array: Any, name: str) -> Any:
+    if any(np.isnan(n) for n in array.shape):
+        raise DataError(
+            f"{name}: found chunks of unknown sizes {array.chunks}, expected known ones; "
+            f"call {name}.compute_chunk_sizes() first"
+        )
+    if array.ndim and any(len(chunks) > 1 for chunks in array.chunks[1:]):
+        sizes = dict.fromkeys(range(1, array.ndim), -1)
+        raise DataError(
+            f"{name}: found chunks along several axes {array.chunks}, expected chunks of rows "
+            f"alone; call {name}.rechunk({sizes})"
+        )
+    return array
+
+
+# -- labels -------------------------------------------------------------------------------------
+
+
+def _labels(client: Client, y: Any) -> np.ndarray:
+    """The sorted unique labels; those of a dask array are found where its chunks lie."""
+    if is_dask(y):
+        parts = client.compute([_unique(block) for block in y.to_delayed().ravel()])
+        found = np.unique(np.concatenate(client.gather(parts, direct=True)))
+    else:
+        found = np.unique(y)
+    if found.dtype.kind == "f" and not np.isfinite(found).all():
+        raise DataError("y: found NaN or infinite labels, expected a label for each row")
+    if found.dtype.kind not in "iubfUSO":
+        raise DataError(f"y: found labels of dtype {found.dtype}, expected integers or strings")
+    return found
+
+
+def _unique(block: Any) -> Any:
+    from dask import delayed
+
+    return delayed(np.unique, pure=False)(block)
+
+
+def encode_labels(labels: np.ndarray, n_classes: int | None) -> np.ndarray | None:
+    """The classes that labels stand for, in order; None if they are class indices themselves.
+
+    Integers all within 0..K-1 are their own classes; other labels are the sorted unique values.
+    """
+    if labels.dtype.kind == "b":
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind in "iu" and labels[0] >= 0:
+        if n_classes is None or labels[-1] < n_classes:
+            return None
+    if n_classes is not None and len(labels) > n_classes:
+        shown = ", ".join(map(str, labels[:5].tolist()))
+        raise DataError(
+            f"y: found {len(labels)} different labels ({shown}...), "
+            f"expected at most {n_classes}, the model's number of classes"
+        )
+    return labels
+
+
+def _check_labels(
+    found: np.ndarray, known: np.ndarray, classes: np.ndarray | None, model: Any
+) -> None:
+    if classes is not None:
+        unseen = np.setdiff1d(found, classes)
+    else:
+        n_classes = getattr(model, "n_classes", None) or int(known[-1]) + 1
+        whole = found.dtype.kind in "iub"
+        unseen = found[(found < 0) | (found >= n_classes)] if whole else found
+    if len(unseen):
+        raise DataError(
+            f"validation y: found the label {unseen[0].item()!r}, expected those of y alone"
+        )
+
+
+# -- the way to the workers ---------------------------------------------------------------------
+
+
+def _persisted(client: Client, arrays: list[Any], held: list[Any]) -> list[Any]:
+    """Dask arrays, computed and in memory; others as they are."""
+    from distributed import futures_of, wait
+
+    lazy = [a for a in arrays if is_dask(a)]
+    if not lazy:
+        return arrays
+    ready = iter(client.persist(lazy, optimize_graph=True))
+    arrays = [next(ready) if is_dask(a) else a for a in arrays]
+    futures = futures_of([a for a in arrays if is_dask(a)])
+    wait(futures)
+    for future in futures:
+        if future.status == "error":
+            raise future.exception()
+        if future.status != "finished":
+            raise JobFailed(f"data: chunk {future.key!r} is {future.status}, expected it computed")
+    held.extend(futures)
+    held.extend(arrays)
+    return arrays
+
+
+class _Placer:
+    """Makes an :class:`ArrayRef` of an array; sends it to the workers if it is not there."""
+
+    def __init__(self, client: Client, workers: list[str], held: list[Any]) -> None:
+        self._client = client
+        self._workers = workers
+        self._held = held
+        self._direct = True
+
+    def __call__(self, array: Any, starts: list[int]) -> ArrayRef:
+        if is_dask(array):
+            keys = [_first(block) for block in array.__dask_keys__()]
+            sizes = array.chunks[0]
+        else:
+            keys, sizes = self._scatter(array, starts)
+        bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+        return ArrayRef(
+            tuple(int(n) for n in array.shape),
+            array.dtype.str,
+            tuple(keys),
+            tuple(int(b) for b in bounds),
+        )
+
+    def _scatter(self, array: np.ndarray, starts: list[int]) -> tuple[list[Any], list[int]]:
+        keys, sizes = [], []
+        bounds = [0, *starts, len(array)]
+        row = max(array[:1].nbytes, 1)
+        for part in range(len(bounds) - 1):
+            worker = self._workers[part % len(self._workers)]
+            step = max(_PIECE // row, 1)
+            for start in range(bounds[part], bounds[part + 1], step):
+                piece = array[start : min(start + step, bounds[part + 1])]
+                future = self._send(np.ascontiguousarray(piece), worker)
+                self._held.append(future)
+                keys.append(future.key)
+                sizes.append(len(piece))
+        return keys, sizes
+
+    def _send(self, piece: np.ndarray, worker: str) -> Any:
+        try:
+            return self._client.scatter(
+                piece, workers=[worker], direct=self._direct, hash=False, timeout=60
+            )
+        except (OSError, TimeoutError) as error:
+            if not self._direct:
+                raise ClusterError(f"data cannot be sent to worker {worker}: {error}") from None
+            warnings.warn(
+                f"this client cannot reach worker {worker} ({error}); the data goes through the "
+                f"scheduler",
+                stacklevel=2,
+            )
+            self._direct = False
+            return self._send(piece, worker)
+
+
+def _first(keys: Any) -> Any:
+    """The key in a nest of one-element lists: a chunk of rows is whole along the other axes."""
+    while isinstance(keys, list):
+        keys = keys[0]
+    return keys

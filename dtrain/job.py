@@ -1,0 +1,132 @@
+"""A job as people write it: a model, its data, and how to train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dtrain.errors import SpecError
+from dtrain.metrics import check_metrics
+from dtrain.optim import Optimizer, adam
+from dtrain.spec import Async, JobSpec, Mode, Sync, mode_name
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything that :func:`dtrain.submit` needs, checked when made.
+
+    Parameters
+    ----------
+    model : object
+        One of :mod:`dtrain.models`, or any stateless object with ``init``, ``loss_and_grads``
+        and ``predict``.
+    X : ndarray or dask.array.Array, shape (n, ...)
+    y : ndarray or dask.array.Array, shape (n,), (n, 1) or (n, outputs)
+    optimizer : dtrain.optim.Optimizer, optional
+        Adam with its defaults if not given.
+    mode : Sync or Async
+    replicas, shards : int, optional
+        One per worker if not given.
+    batch_size : int
+        Samples per replica and step.
+    epochs : int
+    steps : int, optional
+        The number of steps in all; overrides ``epochs``.
+    shuffle : bool
+        Mix the rows of each replica's part anew in each epoch.
+    seed : int
+    validation_data : tuple of X and y, optional
+    validation_split : float, optional
+        The fraction of the rows, chosen at random by the seed, that is held out.
+    metrics : list of str
+        ``"accuracy"``, ``"log_loss"``; ``"mae"``, ``"mse"``, ``"r2"``: of the validation rows.
+    name : str, optional
+        A label.
+    output : path, optional
+        A directory that a worker writes the trained model to.
+
+    Raises
+    ------
+    SpecError
+        Names the argument, what was found and what was expected.
+    """
+
+    model: Any
+    X: Any
+    y: Any = None
+    optimizer: Optimizer | None = None
+    mode: Mode = Sync()
+    replicas: int | None = None
+    shards: int | None = None
+    batch_size: int = 32
+    epochs: int = 1
+    steps: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    validation_data: tuple[Any, Any] | None = None
+    validation_split: float | None = None
+    metrics: Sequence[str] = ()
+    name: str | None = None
+    output: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for method in ("init", "loss_and_grads", "predict"):
+            if not callable(getattr(self.model, method, None)):
+                raise SpecError(
+                    f"model: found {type(self.model).__name__} without {method}(), "
+                    f"expected an object with init, loss_and_grads and predict"
+                )
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+            raise SpecError(
+                f"optimizer: found {self.optimizer!r}, expected one of dtrain.optim, "
+                f"such as dtrain.optim.adam(1e-3)"
+            )
+        if not isinstance(self.mode, Sync | Async):
+            raise SpecError(f"mode: found {self.mode!r}, expected dtrain.Sync() or dtrain.Async()")
+        data = self.validation_data
+        if data is not None:
+            if self.validation_split is not None:
+                raise SpecError("validation_data and validation_split: found both, expected one")
+            if not isinstance(data, tuple | list) or len(data) != 2:
+                raise SpecError("validation_data: expected a pair (X, y)")
+        task = task_of(self.model)
+        check_metrics(self.metrics, task)
+        if self.metrics and data is None and self.validation_split is None:
+            raise SpecError(
+                f"metrics: found {list(self.metrics)} without validation rows; "
+                f"expected validation_data or validation_split"
+            )
+        self.spec(detach=True)
+
+    def spec(self, *, detach: bool) -> JobSpec:
+        """What travels to the master."""
+        return JobSpec(
+            mode=mode_name(self.mode),
+            optimizer=(self.optimizer or adam()).to_dict(),
+            replicas=self.replicas,
+            shards=self.shards,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            steps=self.steps,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            validation_split=self.validation_split,
+            metrics=tuple(self.metrics),
+            name=self.name,
+            output=None if self.output is None else os.path.abspath(self.output),
+            detach=detach,
+        )
+
+
+#: The keyword arguments that fit and submit pass on to a Job.
+FIELDS = frozenset(f.name for f in fields(Job))
+
+
+def task_of(model: Any) -> str:
+    """``"classification"`` or ``"regression"``; regression if the model does not say."""
+    task = getattr(model, "task", "regression")
+    if task not in ("classification", "regression"):
+        raise SpecError(f"model.task: found {task!r}, expected 'classification' or 'regression'")
+    return str(task)

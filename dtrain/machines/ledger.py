@@ -1,0 +1,55 @@
+"""What became of every gradient and every sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Ledger:
+    """The account of a job.
+
+    Attributes
+    ----------
+    applied, late, rejected, replayed, duplicates : int
+        Gradients.  Each ends in exactly one of the first three; the others say how often one
+        came again.
+    samples : list of int
+        Samples committed, per epoch.
+    staleness : Counter of int
+        Age of a gradient (updates applied between its pull and its apply) -> how many.
+    """
+
+    applied: int = 0
+    late: int = 0
+    rejected: int = 0
+    replayed: int = 0
+    duplicates: int = 0
+    samples: list[int] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
+
+    def commit(self, epoch: int, samples: int, age: int) -> None:
+        """One gradient was applied."""
+        self.applied += 1
+        while len(self.samples) <= epoch:
+            self.samples.append(0)
+        self.samples[epoch] += samples
+        self.staleness[age] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "applied": self.applied,
+            "late": self.late,
+            "rejected": self.rejected,
+            "replayed": self.replayed,
+            "duplicates": self.duplicates,
+            "samples": list(self.samples),
+            "staleness": dict(sorted(self.staleness.items())),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Ledger:
+        ages = {int(age): count for age, count in values["staleness"].items()}
+        return cls(**{**values, "samples": list(values["samples"]), "staleness": Counter(ages)})

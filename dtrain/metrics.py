@@ -1,0 +1,168 @@
+"""Exact metrics as sums: each batch adds to a metric's sums, and the sums make its value.
+
+Sums over batches follow the batches' order and sums over replicas the fixed tree, so a metric
+has the same bits on any number of workers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dtrain.errors import SpecError
+from dtrain.tree import tree_sum
+
+Sums = tuple[float, ...]
+
+
+class Metric(NamedTuple):
+    """How a metric is summed and what its sums mean.
+
+    ``sums(scores, y)`` gets a batch's raw scores, shape (n,) or (n, K), and its encoded
+    targets; the first of the sums is the number of rows (or of elements, for regression).
+    """
+
+    task: str
+    sums: Callable[[np.ndarray, np.ndarray], Sums]
+    value: Callable[[Sums], float]
+
+
+def class_indices(scores: np.ndarray) -> np.ndarray:
+    """The predicted class of each row: the largest logit, or the sign of the one there is."""
+    if scores.ndim == 1 or scores.shape[1] == 1:
+        return (scores.reshape(len(scores)) > 0).astype(np.int64)
+    return np.argmax(scores, axis=1)
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    """Class probabilities, shape (n, K), of logits of shape (n, K), or (n,) for two classes."""
+    if scores.ndim == 1 or scores.shape[1] == 1:
+        z = scores.reshape(len(scores))
+        one = 0.5 * (1.0 + np.tanh(0.5 * z))
+        return np.stack([1.0 - one, one], axis=1).astype(scores.dtype, copy=False)
+    shifted = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def _accuracy(scores: np.ndarray, y: np.ndarray) -> Sums:
+    return float(len(y)), float(np.count_nonzero(class_indices(scores) == y.reshape(len(y))))
+
+
+def _log_loss(scores: np.ndarray, y: np.ndarray) -> Sums:
+    z = scores.astype(np.float64)
+    y = y.reshape(len(y))
+    if z.ndim == 1 or z.shape[1] == 1:
+        z = z.reshape(len(z))
+        losses = np.logaddexp(0.0, np.where(y == 1, -z, z))
+    else:
+        top = z.max(axis=1)
+        losses = top + np.log(np.exp(z - top[:, None]).sum(axis=1)) - z[np.arange(len(y)), y]
+    return float(len(y)), float(losses.sum())
+
+
+def _residuals(scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    target = y.astype(np.float64).ravel()
+    return target, scores.astype(np.float64).ravel() - target
+
+
+def _mae(scores: np.ndarray, y: np.ndarray) -> Sums:
+    target, residual = _residuals(scores, y)
+    return float(target.size), float(np.abs(residual).sum())
+
+
+def _mse(scores: np.ndarray, y: np.ndarray) -> Sums:
+    target, residual = _residuals(scores, y)
+    return float(target.size), float(np.square(residual).sum())
+
+
+def _r2(scores: np.ndarray, y: np.ndarray) -> Sums:
+    target, residual = _residuals(scores, y)
+    squares = float(np.square(residual).sum())
+    # Sums of the target and of its squares: the mean is not known while summing.
+    return float(target.size), squares, float(target.sum()), float(np.square(target).sum())
+
+
+def _r2_value(sums: Sums) -> float:
+    count, residual, total, squares = sums
+    spread = squares - total * total / count
+    if spread <= 0.0:
+        return 1.0 if residual == 0.0 else 0.0
+    return 1.0 - residual / spread
+
+
+def _mean(sums: Sums) -> float:
+    return sums[1] / sums[0]
+
+
+#: Add a metric by adding a row.
+METRICS: dict[str, Metric] = {
+    "accuracy": Metric("classification", _accuracy, _mean),
+    "log_loss": Metric("classification", _log_loss, _mean),
+    "mae": Metric("regression", _mae, _mean),
+    "mse": Metric("regression", _mse, _mean),
+    "r2": Metric("regression", _r2, _r2_value),
+}
+
+
+def check_metrics(names: Iterable[Any], task: str) -> tuple[str, ...]:
+    """The names, if each is a metric for ``task``; else a SpecError that lists those."""
+    if isinstance(names, str):
+        raise SpecError(f"metrics: found {names!r}, expected a list such as [{names!r}]")
+    allowed = sorted(name for name, metric in METRICS.items() if metric.task == task)
+    for name in names:
+        if name not in allowed:
+            close = difflib.get_close_matches(str(name), allowed, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise SpecError(
+                f"metrics: found {name!r}{hint}, expected some of {', '.join(allowed)} "
+                f"for a model whose task is {task}"
+            )
+    return tuple(names)
+
+
+def add(total: Sequence[float] | None, sums: Sums) -> list[float]:
+    return list(sums) if total is None else [a + b for a, b in zip(total, sums, strict=True)]
+
+
+def value(name: str, sums: Sequence[float]) -> float:
+    return METRICS[name].value(tuple(sums))
+
+
+def merge(partials: Mapping[int, Mapping[str, Sequence[float]]], replicas: int) -> dict[str, float]:
+    """The values of the metrics, and ``loss``, of the sums of each replica.
+
+    ``loss`` is summed as (rows, rows times mean loss).
+    """
+    names = next(iter(partials.values())).keys()
+    values = {}
+    for name in names:
+        width = len(next(iter(partials.values()))[name])
+        sums = [
+            tree_sum({i: partial[name][k] for i, partial in partials.items()}, replicas)
+            for k in range(width)
+        ]
+        values[name] = sums[1] / sums[0] if name == "loss" else value(name, sums)
+    return values
+
+
+def epoch_record(payloads: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Any]:
+    """The record of an epoch of what its hosts reported.
+
+    The host with the lead shard adds ``train`` (sums of loss, weight and samples); each host
+    adds ``valid``: the sums of each of its replicas, if there are validation rows.
+    """
+    lead = next(p for p in payloads if p.get("train") is not None)
+    train = lead["train"]
+    record: dict[str, Any] = {
+        "epoch": lead["epoch"] + 1,
+        "step": lead["step"],
+        "loss": train["loss"] / train["weight"] if train["weight"] else float("nan"),
+        "samples": train["samples"],
+    }
+    partials = {int(i): sums for p in payloads for i, sums in (p.get("valid") or {}).items()}
+    if partials:
+        record.update((f"val_{name}", v) for name, v in merge(partials, replicas).items())
+    return record

@@ -1,0 +1,329 @@
+"""Training data where it lies: rows of chunks that Dask workers hold.
+
+An array is a list of chunks along its first axis, each a key of the cluster.  A replica reads
+the chunks of its own worker in place, and asks the workers that hold the others for just the
+rows of the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from distributed.utils import offload
+
+from dtrain.errors import DataError
+from dtrain.machines.cursor import Plan, cuts, order, split
+
+if TYPE_CHECKING:
+    from dtrain.runtime.worker import WorkerService
+
+#: Rows of one evaluation batch.
+EVALUATION_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ArrayRef:
+    """An array on the cluster: ``keys[i]`` is rows ``starts[i]`` to ``starts[i + 1]``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    keys: tuple[Any, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What a job trains and validates on.
+
+    ``classes`` are the labels in the order of their class indices, or None where the targets
+    are indices already (or numbers to regress on).
+    """
+
+    x: ArrayRef
+    y: ArrayRef
+    valid_x: ArrayRef | None
+    valid_y: ArrayRef | None
+    classification: bool
+    classes: np.ndarray | None
+
+    @property
+    def arrays(self) -> tuple[ArrayRef, ...]:
+        every = (self.x, self.y, self.valid_x, self.valid_y)
+        return tuple(array for array in every if array is not None)
+
+    def about(self, metrics: Sequence[str]) -> dict[str, Any]:
+        """What a result has to know of its data."""
+        return {
+            "classes": self.classes,
+            "classification": self.classification,
+            "metrics": list(metrics),
+        }
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which rows each logical replica trains and validates on; the same on every worker.
+
+    ``train`` and ``valid`` are global row numbers, or None for all rows as they lie.
+    """
+
+    plan: Plan
+    train: np.ndarray | None
+    valid: np.ndarray | None
+    valid_bounds: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        valid_rows: int | None,
+        *,
+        fraction: float | None,
+        replicas: int,
+        batch_size: int,
+        epochs: int,
+        steps: int | None,
+        seed: int,
+    ) -> Parts:
+        train = valid = None
+        bounds: tuple[int, ...] = (0,) * (replicas + 1)
+        if fraction is not None:
+            train, valid = split(rows, fraction, seed)
+            rows = len(train)
+        plan = Plan(rows, replicas, batch_size, epochs, steps)
+        if train is not None and valid is not None:
+            # Validation rows go with the training rows they lie between.
+            inner = [int(np.searchsorted(valid, train[b])) for b in plan.bounds[1:-1]]
+            bounds = (0, *inner, len(valid))
+        elif valid_rows is not None:
+            bounds = cuts(valid_rows, replicas)
+        return cls(plan, train, valid, bounds)
+
+    def span(self, part: int) -> tuple[int, int]:
+        """The global rows, first and past the last, that a part's training rows lie in."""
+        start, stop = self.plan.bounds[part], self.plan.bounds[part + 1]
+        if self.train is None:
+            return start, stop
+        return int(self.train[start]), int(self.train[stop - 1]) + 1
+
+    def epoch_rows(self, seed: int, epoch: int, part: int, shuffle: bool) -> np.ndarray:
+        """The global rows of a part in an epoch's order; int64."""
+        start, stop = self.plan.bounds[part], self.plan.bounds[part + 1]
+        rows = np.arange(start, stop) if self.train is None else self.train[start:stop]
+        mixed = order(seed, epoch, part, stop - start, shuffle)
+        return rows if mixed is None else rows[mixed]
+
+    def valid_rows(self, part: int) -> np.ndarray:
+        start, stop = self.valid_bounds[part], self.valid_bounds[part + 1]
+        return np.arange(start, stop) if self.valid is None else self.valid[start:stop]
+
+
+class Rows:
+    """Reads rows of an :class:`ArrayRef`, by global number, from a worker's thread."""
+
+    def __init__(self, ref: ArrayRef, service: WorkerService, deadline: float) -> None:
+        self.ref = ref
+        self._service = service
+        self._deadline = deadline
+        self._starts = np.asarray(ref.starts)
+        #: chunk number -> the chunk itself, where this worker holds it
+        self._here: dict[int, np.ndarray] = {}
+
+    def open(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Take hold of the local chunks that ``spans`` of rows touch."""
+        wanted: set[int] = set()
+        for start, stop in spans:
+            if stop > start:
+                first, last = self._chunk_of(np.array([start, stop - 1]))
+                wanted.update(range(int(first), int(last) + 1))
+        keys = {i: self.ref.keys[i] for i in sorted(wanted)}
+        self._here.update(self._service.local_chunks(keys))
+        for i, chunk in self._here.items():
+            self._check(i, chunk)
+
+    def _check(self, i: int, chunk: Any) -> None:
+        rows = self.ref.starts[i + 1] - self.ref.starts[i]
+        expected = (rows, *self.ref.shape[1:])
+        found = getattr(chunk, "shape", None)
+        if found != expected or not isinstance(chunk, np.ndarray):
+            raise DataError(
+                f"chunk {i} ({self.ref.keys[i]!r}): found {type(chunk).__name__} of shape {found}, "
+                f"expected an array of shape {expected}"
+            )
+
+    def _chunk_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def buffer(self, rows: int) -> np.ndarray:
+        return np.empty((rows, *self.ref.shape[1:]), self.ref.dtype)
+
+    def request(self, rows: np.ndarray) -> Pending | None:
+        """Ask other workers for those of ``rows`` that are not here; None if all are."""
+        if len(self._here) == 1 and self._only(rows) is not None:
+            return None
+        chunks = self._chunk_of(rows)
+        away = {int(c) for c in np.unique(chunks)} - self._here.keys()
+        if not away:
+            return None
+        wanted = {}
+        for c in sorted(away):
+            at = np.flatnonzero(chunks == c)
+            wanted[c] = (at, rows[at] - self._starts[c])
+        keys = {c: self.ref.keys[c] for c in wanted}
+        future = self._service.fetch_rows(
+            {keys[c]: local for c, (_, local) in wanted.items()}, self._deadline
+        )
+        return Pending({keys[c]: at for c, (at, _) in wanted.items()}, future)
+
+    def _only(self, rows: np.ndarray) -> tuple[np.ndarray, int] | None:
+        """The one local chunk and its start, if it has all of ``rows``."""
+        ((i, chunk),) = self._here.items()
+        start, stop = self.ref.starts[i], self.ref.starts[i + 1]
+        if start == 0 and stop == self.ref.rows:
+            return chunk, 0
+        if rows.min() >= start and rows.max() < stop:
+            return chunk, start
+        return None
+
+    def take(self, rows: np.ndarray, out: np.ndarray, pending: Pending | None) -> None:
+        """Write ``rows`` to ``out``, shape (len(rows), ...), in their order."""
+        # mode="clip" lets NumPy write straight to `out`; the rows are in range by construction.
+        if pending is None and len(self._here) == 1:
+            only = self._only(rows)
+            if only is not None:
+                chunk, start = only
+                np.take(chunk, rows - start if start else rows, axis=0, out=out, mode="clip")
+                return
+        chunks = self._chunk_of(rows)
+        for c in np.unique(chunks):
+            if int(c) in self._here:
+                at = np.flatnonzero(chunks == c)
+                out[at] = self._here[int(c)][rows[at] - self._starts[c]]
+        if pending is not None:
+            for key, values in pending.result(self._deadline).items():
+                out[pending.at[key]] = values
+
+
+@dataclass
+class Pending:
+    """Rows on their way: key of the chunk -> positions in the batch."""
+
+    at: Mapping[Any, np.ndarray]
+    future: Future[dict[Any, np.ndarray]]
+
+    def result(self, deadline: float) -> dict[Any, np.ndarray]:
+        return self.future.result(deadline)
+
+
+class Encoder:
+    """Targets as the model wants them: class indices (int64), or numbers as they are."""
+
+    def __init__(self, data: DataPlan) -> None:
+        self._classification = data.classification
+        self._classes = data.classes
+
+    def __call__(self, y: np.ndarray) -> np.ndarray:
+        if not self._classification:
+            return y
+        if y.ndim == 2:
+            y = y[:, 0]
+        if self._classes is None:
+            return y.astype(np.int64)
+        return np.searchsorted(self._classes, y)
+
+
+class Feed:
+    """The batches of the replicas of one worker: read-ahead by one, buffers reused.
+
+    What :meth:`batch` returns is valid until the next call for the same replica.
+    """
+
+    def __init__(
+        self, data: DataPlan, parts: Parts, service: WorkerService, seed: int, shuffle: bool,
+        deadline: float,
+    ) -> None:  # fmt: skip
+        self.parts = parts
+        self._seed, self._shuffle = seed, shuffle
+        self._x = Rows(data.x, service, deadline)
+        self._y = Rows(data.y, service, deadline)
+        self._encode = Encoder(data)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self._buffers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._ahead: dict[tuple[int, int, int], tuple[Pending | None, Pending | None]] = {}
+        self._valid = (self._x, self._y)
+        if data.valid_x is not None and data.valid_y is not None:
+            self._valid = (
+                Rows(data.valid_x, service, deadline),
+                Rows(data.valid_y, service, deadline),
+            )
+
+    def open(self, replicas: Sequence[int]) -> None:
+        """Take hold of the local chunks of these replicas' parts."""
+        spans = [self.parts.span(part) for part in replicas]
+        self._x.open(spans)
+        self._y.open(spans)
+        valid = []
+        for part in replicas:
+            rows = self.parts.valid_rows(part)
+            if len(rows):
+                valid.append((int(rows[0]), int(rows[-1]) + 1))
+        for rows_of in self._valid:
+            rows_of.open(valid)
+
+    def _rows(self, epoch: int, part: int, index: int) -> np.ndarray:
+        known = self._orders.get(part)
+        if known is None or known[0] != epoch:
+            rows = self.parts.epoch_rows(self._seed, epoch, part, self._shuffle)
+            known = self._orders[part] = (epoch, rows)
+        size = self.parts.plan.batch_size
+        return known[1][index * size : (index + 1) * size]
+
+    def ahead(self, epoch: int, part: int, index: int) -> None:
+        """Start reading a batch that will be wanted soon; costs nothing where it lies here."""
+        rows = self._rows(epoch, part, index)
+        pending = (self._x.request(rows), self._y.request(rows))
+        if pending != (None, None):
+            self._ahead[epoch, part, index] = pending
+
+    def batch(self, replica: int, epoch: int, part: int, index: int) -> tuple[np.ndarray, Any]:
+        """Features, shape (n, ...), and encoded targets, shape (n,) or (n, outputs)."""
+        rows = self._rows(epoch, part, index)
+        pending = self._ahead.pop((epoch, part, index), None)
+        if pending is None:
+            pending = (self._x.request(rows), self._y.request(rows))
+        if replica not in self._buffers:
+            size = self.parts.plan.batch_size
+            self._buffers[replica] = (self._x.buffer(size), self._y.buffer(size))
+        x, y = (buffer[: len(rows)] for buffer in self._buffers[replica])
+        self._x.take(rows, x, pending[0])
+        self._y.take(rows, y, pending[1])
+        return x, self._encode(y)
+
+    def validation(self, part: int) -> Any:
+        """The validation batches of a part, in order."""
+        rows = self.parts.valid_rows(part)
+        x_rows, y_rows = self._valid
+        for start in range(0, len(rows), EVALUATION_ROWS):
+            some = rows[start : start + EVALUATION_ROWS]
+            x, y = x_rows.buffer(len(some)), y_rows.buffer(len(some))
+            x_rows.take(some, x, x_rows.request(some))
+            y_rows.take(some, y, y_rows.request(some))
+            yield x, self._encode(y)
+
+
+async def read_rows(
+    data: Mapping[Any, Any], wanted: Mapping[Any, np.ndarray]
+) -> dict[Any, np.ndarray]:
+    """Copies of rows of chunks, made off the event loop."""
+    chunks = {key: data[key] for key in wanted}
+    return await offload(
+        lambda: {key: np.ascontiguousarray(chunk[wanted[key]]) for key, chunk in chunks.items()}
+    )

@@ -1,0 +1,310 @@
+"""The loops of the replicas of one host: the body of one seceded Dask task.
+
+A host's logical replicas run one after the other within a step; in sync mode they then push
+together, in async mode each pushes on its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from dtrain import metrics
+from dtrain.errors import DTrainError, StorageError
+from dtrain.messages import Batch, Contribution, Failure
+from dtrain.runtime.arena import Stopped
+from dtrain.runtime.blas import one_thread
+from dtrain.runtime.host import Host
+from dtrain.runtime.launch import Launch
+from dtrain.runtime.link import AsyncLink, SyncLink
+from dtrain.runtime.modelfile import Saved, save
+from dtrain.runtime.shards import StepRefused, describe_culprit, finite
+from dtrain.runtime.usercode import UserCodeError, calling, describe
+from dtrain.runtime.worker import service_at
+
+#: Seconds that the master has to say that a peer died, before the peer's silence is reported.
+_GRACE = 3.0
+
+#: Keeps the streams of the generators apart that share a seed.
+_STEP = 3
+
+
+class GradientError(DTrainError, ValueError):
+    """What a model returned is not a loss and a gradient for each of its parameters."""
+
+
+def run_host(launch: Launch) -> dict[str, Any] | None:
+    """A worker's whole share of a job; returns the trained parameters at the chief."""
+    from distributed import get_worker, secede
+
+    address = get_worker().address
+    secede()
+    service = service_at(address)
+    if service is None:
+        raise DTrainError(f"worker {address} has no dtrain service; expected one since its hello")
+    host = service.adopt(launch)
+    try:
+        with one_thread():
+            host.prepare()
+            trainer = Trainer(host)
+            return trainer.run()
+    except Stopped:
+        return None
+    except BaseException as error:
+        failure = _settled(host, error)
+        if failure is not None:
+            deadline = launch.settings.call_deadline
+            service.start(
+                service.ask_master(
+                    "dtrain_failed",
+                    deadline,
+                    job=launch.job,
+                    generation=launch.generation,
+                    address=address,
+                    failure=failure.to_dict(),
+                )
+            ).result(deadline + 1)
+        return None
+    finally:
+        service.release(host)
+
+
+def _settled(host: Host, error: BaseException) -> Failure | None:
+    """The failure that an error means; None if it only follows from the job's being stopped."""
+    failure = describe(error, str(host.plan))
+    if failure.reason in ("WORKERS_LOST", "CONTROLLER") and host.stopped_within(_GRACE):
+        return None
+    return failure
+
+
+class Trainer:
+    """Runs the replicas of a host from the first batch to the result."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.spec = host.launch.spec
+        self.model = host.model
+        self.feed = host.feed
+        self.plan = host.parts.plan
+        self._wants_rng = getattr(self.model, "uses_rng", True)
+        self._kwargs = _accepted(self.model.loss_and_grads)
+
+    def run(self) -> dict[str, Any] | None:
+        if not self.host.plan.replicas:
+            self._only_host()
+            return None
+        return self._train_sync() if self.host.synchronous else self._train_async()
+
+    def _only_host(self) -> None:
+        """No replica here: the shards serve until the master says stop."""
+        epoch = 0
+        while not self.host.barrier(epoch, "evaluated"):
+            epoch += 1
+
+    # -- synchronous ---------------------------------------------------------------------------
+
+    def _train_sync(self) -> dict[str, Any] | None:
+        host, plan = self.host, self.plan
+        link = SyncLink(host)
+        for step in range(plan.total_steps):
+            host.check()
+            epoch, index = plan.locate(step)
+            host.epoch = epoch
+            members = plan.members(step)
+            contributions = []
+            for replica in host.plan.replicas:
+                if replica in members:
+                    batch = Batch(epoch, replica, index)
+                    contributions.append(
+                        self._compute(replica, step, batch, link.params, link.grads(replica))
+                    )
+                    host.stepped(replica)
+            self._read_ahead(step + 1)
+            link.exchange(tuple(contributions))
+            if plan.ends_epoch(step):
+                last = step + 1 == plan.total_steps
+                stop = self._evaluate(epoch, link.version, link.params, last=last)
+                if stop:
+                    break
+        return self._result(link.params, link.version)
+
+    def _read_ahead(self, step: int) -> None:
+        if step < self.plan.total_steps:
+            epoch, index = self.plan.locate(step)
+            for replica in self.plan.members(step):
+                if replica in self.host.plan.replicas:
+                    self.feed.ahead(epoch, replica, index)
+
+    # -- asynchronous --------------------------------------------------------------------------
+
+    def _train_async(self) -> dict[str, Any] | None:
+        host = self.host
+        link = AsyncLink(host)
+        replicas = host.plan.replicas
+        epoch = 0
+        while True:
+            host.epoch = epoch
+            turn = {replica: link.take(replica, epoch) for replica in replicas}
+            while any(batch is not None for batch in turn.values()):
+                for replica, batch in turn.items():
+                    if batch is not None:
+                        turn[replica] = self._push(link, replica, batch)
+            # All gradients of the epoch are applied everywhere once all hosts are here.
+            host.barrier(epoch, "trained")
+            link.pull(replicas[0])
+            lead = host.arena.lead if host.is_chief else None
+            last = lead is not None and lead.exhausted
+            version, params = link.version(replicas[0]), link.params(replicas[0])
+            if self._evaluate(epoch, version, params, last=last):
+                return self._result(params, version)
+            epoch += 1
+            for replica in replicas[1:]:
+                link.pull(replica)
+
+    def _push(self, link: AsyncLink, replica: int, batch: Batch) -> Batch | None:
+        self.host.check()
+        step = link.version(replica)
+        grads = link.grads(replica)
+        contribution = self._compute(replica, step, batch, link.params(replica), grads)
+        # Checked here, for the whole model, before any shard has seen a part of it.
+        if not math.isfinite(contribution.loss) or not all(
+            finite(grad.reshape(-1)) for grad in grads.values()
+        ):
+            raise StepRefused(describe_culprit(contribution, step))
+        self.host.stepped(replica)
+        return link.push(replica, contribution, batch.epoch)
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _compute(
+        self,
+        replica: int,
+        step: int,
+        batch: Batch,
+        params: Mapping[str, Any],
+        out: Mapping[str, Any],
+    ) -> Contribution:
+        """One batch through the model; its gradient ends in ``out``."""
+        x, y = self.feed.batch(replica, batch.epoch, batch.part, batch.index)
+        kwargs = dict(self._kwargs)
+        if "out" in kwargs:
+            kwargs["out"] = out
+        if "rng" in kwargs:
+            kwargs["rng"] = (
+                np.random.default_rng([self.spec.seed, _STEP, replica, step])
+                if self._wants_rng
+                else None
+            )
+        where = f"replica {replica}, step {step}, partition {batch.part}, batch {batch.index}"
+        try:
+            answer = self.model.loss_and_grads(params, (x, y), **kwargs)
+        except Exception as error:
+            raise UserCodeError(f"loss_and_grads of the model: {where}") from error
+        with calling(f"loss_and_grads of the model: {where}"):
+            loss = self._accept(answer, out)
+        samples = len(x)
+        weight = samples / self.plan.batch_size
+        return Contribution(replica, weight, samples, loss, batch.part, batch.index)
+
+    def _accept(self, answer: Any, out: Mapping[str, Any]) -> float:
+        """The loss; gradients that are not views of the arena already are checked and copied."""
+        try:
+            loss, grads = answer
+            loss = float(loss)
+        except (TypeError, ValueError):
+            raise GradientError(
+                f"found {type(answer).__name__}, expected (loss, grads): a number and a dict"
+            ) from None
+        if grads is out:
+            return loss
+        try:
+            if any(grads[name] is not view for name, view in out.items()) or len(grads) != len(out):
+                self.host.layout.check(grads)
+                for name, view in out.items():
+                    if grads[name] is not view:
+                        view[...] = grads[name]
+        except (KeyError, TypeError, ValueError) as error:
+            raise GradientError(f"gradients: {error}") from None
+        return loss
+
+    def _evaluate(self, epoch: int, version: int, params: Mapping[str, Any], *, last: bool) -> bool:
+        """This host's part of the epoch's record; returns whether the master says stop."""
+        host = self.host
+        payload: dict[str, Any] = {"epoch": epoch, "step": version, "last": last}
+        data = host.launch.data
+        if data.valid_x is not None or self.spec.validation_split is not None:
+            payload["valid"] = {
+                str(replica): sums
+                for replica in host.plan.replicas
+                if (sums := self._validate(replica, params)) is not None
+            }
+        if host.is_chief:
+            with host.arena.lock:
+                payload["train"] = asdict(host.arena.lead.take_totals())
+                payload["ledger"] = host.arena.lead.ledger.to_dict()
+        return host.barrier(epoch, "evaluated", payload)
+
+    def _validate(self, part: int, params: Mapping[str, Any]) -> dict[str, list[float]] | None:
+        """The sums of loss and metrics over the validation rows of a part; None without rows."""
+        sums: dict[str, list[float]] = {}
+        for x, y in self.feed.validation(part):
+            with calling(f"validation of partition {part}"):
+                loss = mean_loss(self.model, params, (x, y))
+                scores = self.model.predict(params, x) if self.spec.metrics else None
+            rows = float(len(x))
+            sums["loss"] = metrics.add(sums.get("loss"), (rows, rows * loss))
+            for name in self.spec.metrics:
+                with calling(f"metric {name} of what predict returned"):
+                    one = metrics.METRICS[name].sums(np.asarray(scores), y)
+                sums[name] = metrics.add(sums.get(name), one)
+        return sums or None
+
+    def _result(self, params: Mapping[str, Any], version: int) -> dict[str, Any] | None:
+        """What the task of the chief returns; written to the job's output first, if it has one."""
+        if not self.host.is_chief:
+            return None
+        copies = {name: np.array(value) for name, value in params.items()}
+        if self.spec.output is not None:
+            data = self.host.launch.data
+            saved = Saved(
+                params=copies,
+                model=self.model,
+                classes=data.classes,
+                classification=data.classification,
+                version=version,
+                metrics=self.spec.metrics,
+            )
+            try:
+                save(self.spec.output, saved)
+            except OSError as error:
+                raise StorageError(f"output {self.spec.output}: {error}") from error
+        # Beside the parameters all that another process needs to make a Result of them.
+        return {
+            "params": copies,
+            "version": version,
+            "model": self.host.launch.model,
+            "about": self.host.launch.data.about(self.spec.metrics),
+        }
+
+
+def mean_loss(model: Any, params: Mapping[str, Any], batch: tuple[Any, Any]) -> float:
+    """The model's own ``loss``, else the one that comes with the gradients."""
+    if hasattr(model, "loss") and callable(model.loss):
+        return float(model.loss(params, batch))
+    return float(model.loss_and_grads(params, batch)[0])
+
+
+def _accepted(function: Any) -> dict[str, Any]:
+    """Which of ``out`` and ``rng`` a model's own ``loss_and_grads`` takes."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {"out": None, "rng": None}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return {"out": None, "rng": None}
+    return {name: None for name in ("out", "rng") if name in parameters}

@@ -1,0 +1,263 @@
+"""Variable shards where they are hosted: buffers, optimizer, and the machine that rules them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrain.arrays import aligned_bytes, xp_of
+from dtrain.machines.shard import ShardMachine
+from dtrain.messages import Abandon, Contribution, Flip, Pushed, Reduce, Reduced, Report, Verdict
+from dtrain.optim import Optimizer
+from dtrain.partition import Range, Shard
+from dtrain.runtime.arena import Arena
+from dtrain.tree import reduce_into, scratch_needed
+
+#: Elements per piece of work: several passes over 128 KiB of float32 stay in the L2 cache.
+CHUNK = 1 << 15
+
+#: One flat array per range of a shard.
+Flat = Sequence[Any]
+
+
+class StepRefused(Exception):
+    """A gradient or a loss of the step was not finite; the message names whose."""
+
+
+def cut(buffer: Any, ranges: Sequence[Range]) -> list[Any]:
+    """The typed flat views of a whole-model buffer that belong to a shard."""
+    return [buffer[r.start : r.stop].view(r.dtype) for r in ranges]
+
+
+def finite(array: Any) -> bool:
+    """Whether all elements are finite; one pass, no temporary array in the usual case."""
+    if math.isfinite(float(array.dot(array))):
+        return True
+    # The sum of squares overflows before the elements do.
+    return bool(xp_of(array).isfinite(array).all())
+
+
+class Slots:
+    """The optimizer's slots of a shard, one flat array per range, ``buffers`` times."""
+
+    def __init__(self, optimizer: Optimizer, ranges: Sequence[Range], buffers: int) -> None:
+        self.of = [
+            [
+                {name: aligned_bytes(r.stop - r.start).view(r.dtype) for name in optimizer.slots}
+                for r in ranges
+            ]
+            for _ in range(buffers)
+        ]
+
+
+def _scratch(ranges: Sequence[Range], count: int) -> dict[str, list[Any]]:
+    return {
+        dtype: [np.empty(CHUNK, dtype) for _ in range(count)] for dtype in {r.dtype for r in ranges}
+    }
+
+
+class SyncShard:
+    """A shard under synchronous training: double-buffered, flipped by the step's verdict.
+
+    Parameters
+    ----------
+    publish : bool
+        Whether somebody reads the shard from afar: a private copy of each version is made for
+        it, because what is being sent must not be written to.
+    report : callable
+        Tells the lead that a step is reduced; called with the arena's lock held.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        shard: Shard,
+        machine: ShardMachine,
+        optimizer: Optimizer,
+        replicas: int,
+        *,
+        publish: bool,
+        report: Callable[[Reduced], None],
+    ) -> None:
+        self.arena = arena
+        self.index = shard.index
+        self.ranges = shard.ranges
+        self.machine = machine
+        self.optimizer = optimizer
+        self.replicas = replicas
+        self.publish = publish
+        self._report = report
+        self._params = [cut(buffer, shard.ranges) for buffer in arena.buffers]
+        self._slots = Slots(optimizer, shard.ranges, 2)
+        self._scratch: dict[str, list[Any]] = {}
+        #: replica -> its gradient of the step being gathered, one flat array per range
+        self._grads: dict[int, Flat] = {}
+        self._pending: Flat | None = None
+        #: a private copy of the committed version, if somebody reads from afar
+        self.published: Flat | None = None
+        self._watchers: list[tuple[int, Callable[[], None]]] = []
+        if publish:
+            self.published = [p.copy() for p in self._params[machine.version % 2]]
+
+    @property
+    def version(self) -> int:
+        return self.machine.version
+
+    # -- with the arena's lock held ----------------------------------------------------------
+
+    def push(self, event: Pushed, grads: Mapping[int, Flat], *, busy: bool = False) -> None:
+        fresh = self.machine.new(event)
+        commands = self.machine.handle(event, time.monotonic())
+        for contribution in fresh:
+            self._grads[contribution.replica] = grads[contribution.replica]
+        for command in commands:
+            assert isinstance(command, Reduce)
+            self.arena.queue(lambda command=command: self._reduce(command), busy=busy)  # type: ignore[misc]
+
+    def decide(self, verdict: Verdict) -> None:
+        for command in self.machine.handle(verdict, time.monotonic()):
+            if isinstance(command, Abandon):
+                self.arena.fail(StepRefused(command.problem))
+            elif isinstance(command, Flip):
+                self._grads = {}
+                self.published, self._pending = self._pending, None
+                self.arena.progress.notify_all()
+                due = [w for at, w in self._watchers if at <= command.version]
+                self._watchers = [(at, w) for at, w in self._watchers if at > command.version]
+                for watcher in due:
+                    watcher()
+
+    def watch(self, version: int, watcher: Callable[[], None]) -> None:
+        """Call ``watcher`` once the version is committed."""
+        if self.version >= version:
+            watcher()
+        else:
+            self._watchers.append((version, watcher))
+
+    # -- array maths: in whichever thread takes the work, without the lock -------------------
+
+    def _reduce(self, command: Reduce) -> None:
+        problem = self._apply(command)
+        if problem is None and self.publish:
+            other = (command.step + 1) % 2
+            self._pending = [p.copy() for p in self._params[other]]
+        event = Reduced(self.machine.generation, command.step, self.index, problem)
+        with self.arena.lock:
+            for answer in self.machine.handle(event, time.monotonic()):
+                assert isinstance(answer, Report)
+                self._report(answer.event)
+
+    def _apply(self, command: Reduce) -> str | None:
+        old, new = command.step % 2, (command.step + 1) % 2
+        weights = command.weights
+        extra = scratch_needed(command.members, weights, self.replicas)
+        for k, r in enumerate(self.ranges):
+            buffers = self._buffers(r.dtype, extra)
+            params, out = self._params[old][k], self._params[new][k]
+            slots, out_slots = self._slots.of[old][k], self._slots.of[new][k]
+            leaves = {i: self._grads[i][k] for i in command.members}
+            xp = xp_of(params)
+            for a in range(0, params.size, CHUNK):
+                b = min(a + CHUNK, params.size)
+                n = b - a
+                grad = buffers[0][:n]
+                work = [x[:n] for x in buffers[1:]]
+                reduce_into(
+                    command.members,
+                    weights,
+                    self.replicas,
+                    {i: leaf[a:b] for i, leaf in leaves.items()},
+                    grad,
+                    work,
+                    xp,
+                )
+                if not finite(grad):
+                    return self._name_culprit(command, k)
+                self.optimizer.update(
+                    command.step + 1,
+                    grad,
+                    params[a:b],
+                    {name: slot[a:b] for name, slot in slots.items()},
+                    out[a:b],
+                    {name: slot[a:b] for name, slot in out_slots.items()},
+                    work,
+                )
+        return None
+
+    def _buffers(self, dtype: str, extra: int) -> list[Any]:
+        count = 1 + max(extra, self.optimizer.scratch)
+        if len(self._scratch.get(dtype, ())) < count:
+            self._scratch = {**self._scratch, **_scratch(self.ranges, count)}
+        return self._scratch[dtype]
+
+    def _name_culprit(self, command: Reduce, k: int) -> str:
+        for i in command.members:
+            if not finite(self._grads[i][k]):
+                c = self.machine.gathered[i]
+                return describe_culprit(c, command.step)
+        return f"the sum of the gradients overflows at step {command.step}"
+
+
+def describe_culprit(c: Contribution, step: int) -> str:
+    return (
+        f"the gradient of replica {c.replica} is not finite at step {step} "
+        f"(partition {c.part}, batch {c.batch})"
+    )
+
+
+class AsyncShard:
+    """A shard under asynchronous training: each gradient is applied, in place, as it arrives.
+
+    Its lock is held during array maths, so it is never taken in the event loop.
+    """
+
+    def __init__(self, arena: Arena, shard: Shard, optimizer: Optimizer) -> None:
+        self.index = shard.index
+        self.ranges = shard.ranges
+        self.optimizer = optimizer
+        #: updates applied
+        self.version = 0
+        #: replica -> the number of its last gradient, so that a repeated one is recognised
+        self._last: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._params = cut(arena.buffers[0], shard.ranges)
+        self._slots = Slots(optimizer, shard.ranges, 1)
+        self._scratch = _scratch(shard.ranges, max(optimizer.scratch, 0) + 1)
+
+    def push_pull(
+        self, replica: int, request: int, version: int, grads: Flat | None, into: Flat
+    ) -> tuple[int, int]:
+        """Apply ``grads`` (if any), copy the parameters to ``into``.
+
+        ``request`` numbers the gradients of a replica; one that comes again is not applied
+        again.  ``version`` is the one that the gradient was computed from.  Returns the version
+        copied and the age of the gradient: the updates applied between its pull and its apply.
+        """
+        with self._lock:
+            age = self.version - version
+            if grads is not None and self._last.get(replica, -1) < request:
+                self._last[replica] = request
+                self._apply(grads)
+            for source, target in zip(self._params, into, strict=True):
+                target[...] = source
+            return self.version, age
+
+    def _apply(self, grads: Flat) -> None:
+        step = self.version + 1
+        for k, r in enumerate(self.ranges):
+            buffers = self._scratch[r.dtype]
+            params, slots = self._params[k], self._slots.of[0][k]
+            for a in range(0, params.size, CHUNK):
+                b = min(a + CHUNK, params.size)
+                # The optimizer may write to its gradient; the replica's is not its to write to.
+                grad = buffers[0][: b - a]
+                grad[...] = grads[k][a:b]
+                views = {name: slot[a:b] for name, slot in slots.items()}
+                work = [x[: b - a] for x in buffers[1:]]
+                self.optimizer.update(step, grad, params[a:b], views, params[a:b], views, work)
+        self.version = step

@@ -1,0 +1,48 @@
+"""Ports to shards of the same process: views of the same arena, nothing is copied or sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dtrain.messages import Batch, Contribution, Push, Pushed
+from dtrain.runtime.shards import cut
+
+if TYPE_CHECKING:
+    from dtrain.runtime.host import Host
+
+
+class SyncPort:
+    def __init__(self, host: Host, shard: int) -> None:
+        self._host = host
+        self._shard = host.arena.shards[shard]
+        self._grads = {
+            replica: cut(host.arena.grads[replica], self._shard.ranges)
+            for replica in host.plan.replicas
+        }
+
+    def push(self, step: int, contributions: tuple[Contribution, ...]) -> None:
+        if contributions:
+            event = Pushed(self._host.generation, step, contributions)
+            with self._host.arena.lock:
+                self._host.deliver(self._shard.index, event, self._grads, busy=True)
+
+    def ready(self, version: int) -> bool:
+        return bool(self._shard.version >= version)
+
+    def settle(self, version: int) -> None:
+        pass
+
+
+class AsyncPort:
+    """The pushing replica's own thread applies the gradient, under the shard's lock."""
+
+    def __init__(self, host: Host, shard: int) -> None:
+        self._host = host
+        self._shard = shard
+        self._replies: dict[int, tuple[int, Batch | None]] = {}
+
+    def start(self, push: Push, into: list[Any]) -> None:
+        self._replies[push.replica] = self._host.exchanged(self._shard, push, into)
+
+    def finish(self, replica: int) -> tuple[int, Batch | None]:
+        return self._replies.pop(replica)

@@ -1,0 +1,508 @@
+"""Spec files: a TOML file in, a :class:`dtrain.Job` out.
+
+What is wrong with a file is told in one form: the file, the dotted key, what was found and what
+was expected.  Paths and modules are relative to the file's folder, so that a folder with a spec,
+its data and its code can be moved as one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+import tomllib
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import extract_tb
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import cloudpickle
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dtrain.errors import DataError, SpecError
+
+if TYPE_CHECKING:
+    from dtrain import Job
+
+_FACTORY = '"package.module:function"'
+
+
+# --- What a file may hold.  Each description completes "expected ...".
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Kind(_Table):
+    """A kind, and the arguments of that kind as further keys."""
+
+    model_config = ConfigDict(extra="allow")
+    kind: str = Field(description='the name of a built-in, like "mlp" or "adam"')
+
+    @property
+    def args(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class _Data(_Table):
+    path: str | None = Field(None, description="the path of a .npz or .npy file")
+    factory: str | None = Field(None, description=f"{_FACTORY} that returns (X, y)")
+    args: dict[str, Any] = Field({}, description="a table of arguments for the factory")
+    target: str | int | None = Field(
+        None, description="the name of an array (npz) or the index of a column (npy)"
+    )
+    features: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[int], Field(min_length=1)]
+        | None
+    ) = Field(
+        None,
+        description="the name of an array or a list of names (npz), or a list of column "
+        "indices (npy)",
+    )
+    validation: Annotated[float, Field(gt=0, lt=1)] | str | None = Field(
+        None, description="a fraction between 0 and 1, or the path of a .npz or .npy file"
+    )
+
+
+_Count = Annotated[int, Field(ge=1)]
+_COUNT = "a whole number from 1 up"
+
+
+class _Train(_Table):
+    epochs: _Count | None = Field(None, description=_COUNT)
+    steps: _Count | None = Field(None, description=_COUNT)
+    batch_size: _Count | None = Field(None, description=_COUNT)
+    replicas: _Count | None = Field(None, description=_COUNT)
+    shards: _Count | None = Field(None, description=_COUNT)
+    mode: Literal["sync", "async"] = Field("sync", description='"sync" or "async"')
+    optimizer: _Kind | None = Field(
+        None, description='a table with a kind, like { kind = "adam", lr = 1e-3 }'
+    )
+    shuffle: bool | None = Field(None, description="true or false")
+    seed: Annotated[int, Field(ge=0)] | None = Field(None, description="a whole number from 0 up")
+    metrics: list[str] | None = Field(None, description='a list of names, like ["accuracy"]')
+
+
+class _File(_Table):
+    name: str | None = Field(None, description="a label")
+    output: str | None = Field(None, description="the path of a folder for the saved model")
+    model: _Kind = Field(description="a table [model] with a kind")
+    data: _Data = Field(description="a table [data] with a path or a factory")
+    train: _Train = Field(_Train.model_validate({}), description="a table [train]")
+
+
+# --- The public function.
+
+
+def load_job(path: str | Path, *, name: str | None = None, output: str | Path | None = None) -> Job:
+    """Read a TOML spec file, its data and its model, and make the job that it describes.
+
+    Its folder becomes importable, and the modules loaded from there travel to the workers by
+    value, so that these need not have them.
+
+    Parameters
+    ----------
+    path : str or Path
+        The TOML file.
+    name, output : str or Path, optional
+        Take the place of the file's own keys.  This ``output`` is relative to the current folder,
+        the file's is relative to the file.
+
+    Raises
+    ------
+    SpecError
+        Something in the file, or something that it names, cannot be; also when code of the user
+        that the file names raises.
+    DataError
+        Arrays do not fit each other.
+    """
+    spec = _Reader(Path(path).expanduser().absolute())
+    document = spec.parse()
+    try:
+        file = _File.model_validate(document)
+    except ValidationError as error:
+        raise SpecError("\n".join(_problems(error, document, spec.path))) from None
+    spec.make_importable()
+
+    X, y = spec.training_data(file.data)
+    model = spec.model(file.model)
+    train = file.train
+    chosen = train.model_dump(exclude={"mode", "optimizer", "metrics"}, exclude_none=True)
+    if train.metrics is not None:
+        chosen["metrics"] = tuple(train.metrics)
+    if train.optimizer is not None:
+        chosen["optimizer"] = spec.optimizer(train.optimizer)
+    if isinstance(file.data.validation, str):
+        chosen["validation_data"] = spec.validation_data(file.data, X)
+    elif file.data.validation is not None:
+        chosen["validation_split"] = file.data.validation
+    if output is not None:
+        chosen["output"] = str(Path(output).expanduser().absolute())
+    elif file.output is not None:
+        chosen["output"] = str(spec.resolve(file.output))
+    chosen["name"] = name if name is not None else file.name
+    spec.let_modules_travel()
+
+    from dtrain import Async, Job, Sync
+
+    try:
+        return Job(model, X, y, mode=Sync() if train.mode == "sync" else Async(), **chosen)
+    except (SpecError, DataError) as error:
+        raise _located(error, spec.path) from error
+
+
+# --- One file, and what it names.
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads what one spec file names; makes the errors that name the file and the key."""
+
+    path: Path
+
+    def error(self, key: str, text: str) -> SpecError:
+        return SpecError(f"{self.path}: {key}: {text}")
+
+    def resolve(self, text: str) -> Path:
+        return self.path.parent / Path(text).expanduser()
+
+    def parse(self) -> dict[str, Any]:
+        if self.path.suffix != ".toml":
+            raise SpecError(f"{self.path}: expected a TOML file, with a name that ends in .toml")
+        try:
+            return tomllib.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise SpecError(f"{self.path}: there is no such file") from None
+        except OSError as error:
+            raise SpecError(f"{self.path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise SpecError(f"{self.path}: is not UTF-8 text, as TOML must be") from None
+        except tomllib.TOMLDecodeError as error:
+            raise SpecError(f"{self.path}: is not valid TOML: {error}") from None
+
+    def make_importable(self) -> None:
+        folder = str(self.path.parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+
+    def let_modules_travel(self) -> None:
+        """Workers elsewhere do not have this folder: pickle its modules by value."""
+        folder = self.path.parent.resolve()
+        for name, module in list(sys.modules.items()):
+            if "." in name or name in ("__main__", "dtrain", "dtrain_cli"):
+                continue  # cloudpickle covers the modules in a package with the package
+            places = [Path(place) for place in getattr(module, "__path__", ())]
+            file = getattr(module, "__file__", None)
+            if any(place.parent.resolve() == folder for place in places) or (
+                not places and file is not None and Path(file).parent.resolve() == folder
+            ):
+                cloudpickle.register_pickle_by_value(module)
+
+    def call(self, key: str, reference: str, args: Mapping[str, Any]) -> Any:
+        """What the user's ``package.module:function`` returns."""
+        module_name, _, attribute = reference.partition(":")
+        if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+            raise self.error(key, f"found {reference!r}, expected {_FACTORY}")
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise self._user_error(key, f"importing {module_name!r}", error) from error
+            raise self.error(
+                key,
+                f"found {reference!r}, but there is no module {error.name!r} in "
+                f"{self.path.parent} or where Python looks for modules",
+            ) from None
+        except Exception as error:
+            raise self._user_error(key, f"importing {module_name!r}", error) from error
+        function = getattr(module, attribute, None)
+        if not callable(function):
+            raise self.error(
+                key,
+                f"found {reference!r}, but the module {module_name!r} "
+                f"({getattr(module, '__file__', None) or 'built in'}) has no function "
+                f"{attribute!r}{_did_you_mean(attribute, vars(module))}",
+            )
+        try:
+            return function(**args)
+        except Exception as error:
+            raise self._user_error(key, f"{reference!r}", error) from error
+
+    def _user_error(self, key: str, what: str, error: Exception) -> SpecError:
+        frames = [f for f in extract_tb(error.__traceback__) if self._is_ours(f.filename)]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        return self.error(key, f"{what} raised {type(error).__name__}: {error}{where}")
+
+    def _is_ours(self, filename: str) -> bool:
+        return Path(filename).is_relative_to(self.path.parent) and filename != __file__
+
+    def model(self, table: _Kind) -> Any:
+        if ":" not in table.kind:
+            from dtrain import models
+
+            with self._built_in("model", table):
+                return models.from_name(table.kind, **table.args)
+        model = self.call("model.kind", table.kind, table.args)
+        lacks = [m for m in ("init", "loss_and_grads", "predict") if not hasattr(model, m)]
+        if lacks:
+            raise self.error(
+                "model.kind",
+                f"{table.kind!r} returned a {type(model).__name__} without "
+                f"{', '.join(lacks)}; expected a model with init, loss_and_grads and predict",
+            )
+        return model
+
+    def optimizer(self, table: _Kind) -> Any:
+        from dtrain import optim
+
+        with self._built_in("train.optimizer", table):
+            return optim.from_name(table.kind, **table.args)
+
+    @contextmanager
+    def _built_in(self, key: str, table: _Kind) -> Iterator[None]:
+        try:
+            yield
+        except (TypeError, ValueError) as error:  # SpecError is a ValueError
+            about, _, text = str(error).partition(": ")
+            about = about.removeprefix(f"{table.kind}.")
+            if about in table.args:
+                raise self.error(f"{key}.{about}", text) from error
+            if about == key.rpartition(".")[2]:
+                raise self.error(f"{key}.kind", text) from error
+            raise self.error(key, str(error)) from error
+
+    # The data.
+
+    def training_data(self, data: _Data) -> tuple[Any, Any]:
+        if (data.path is None) == (data.factory is None):
+            found = "neither" if data.path is None else "both"
+            raise self.error("data", f"found {found}, expected either a path or a factory")
+        if data.path is not None:
+            if "args" in data.model_fields_set:
+                raise self.error("data.args", "found with a path, expected only with a factory")
+            return self.arrays("data.path", data.path, data)
+        assert data.factory is not None
+        for key in ("target", "features"):
+            if getattr(data, key) is not None:
+                raise self.error(f"data.{key}", "found with a factory, expected only with a path")
+        pair = self.call("data.factory", data.factory, data.args)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            size = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
+            raise self.error(
+                "data.factory",
+                f"{data.factory!r} returned a {type(pair).__name__}{size}, expected (X, y)",
+            )
+        X, y = pair
+        self._check_rows("data.factory", repr(data.factory), X, y)
+        return X, y
+
+    def validation_data(self, data: _Data, X: Any) -> tuple[Any, Any]:
+        assert isinstance(data.validation, str)
+        Xv, yv = self.arrays("data.validation", data.validation, data)
+        shape = getattr(X, "shape", None)
+        if shape is not None and Xv.shape[1:] != shape[1:]:
+            raise DataError(
+                f"{self.path}: data.validation: the features in {self.resolve(data.validation)} "
+                f"have the shape {Xv.shape}, those to train on (from {data.path or data.factory}) "
+                f"have {shape}: expected the same but for the rows"
+            )
+        return Xv, yv
+
+    def arrays(self, key: str, text: str, data: _Data) -> tuple[np.ndarray, np.ndarray]:
+        path = self.resolve(text)
+        readers = {".npz": self._from_npz, ".npy": self._from_npy}
+        if path.suffix not in readers:
+            raise self.error(key, f"found {text!r}, expected the path of a .npz or .npy file")
+        if not path.is_file():
+            raise self.error(key, f"found {text!r}, but there is no file {path}")
+        X, y = readers[path.suffix](key, path, data)
+        if X.dtype.kind not in "biuf":
+            raise DataError(
+                f"{self.path}: {key}: the features in {path} are of dtype {X.dtype}, "
+                "expected numbers"
+            )
+        self._check_rows(key, str(path), X, y)
+        return X, y
+
+    def _from_npz(self, key: str, path: Path, data: _Data) -> tuple[np.ndarray, np.ndarray]:
+        with self._readable(key, path), np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise self.error(key, f"{path} is a single array, expected an npz archive")
+            held = archive.files
+            features = self._names("features", data.features, ("X", "x"), held, path)
+            (target,) = self._names("target", data.target, ("y",), held, path)
+            arrays = {name: archive[name] for name in {*features, target}}
+        y = arrays[target]
+        if not isinstance(data.features, list):
+            return arrays[features[0]], y
+        shapes = {name: arrays[name].shape for name in features}
+        if {len(shape) for shape in shapes.values()} - {1, 2} or (
+            len({shape[0] for shape in shapes.values()}) > 1
+        ):
+            raise DataError(
+                f"{self.path}: data.features: the arrays in {path} have the shapes {shapes}, "
+                "expected one or two dimensions and as many rows in each"
+            )
+        columns = [arrays[n] if arrays[n].ndim == 2 else arrays[n][:, None] for n in features]
+        return np.concatenate(columns, axis=1), y
+
+    def _names(
+        self, key: str, wanted: Any, usual: tuple[str, ...], held: list[str], path: Path
+    ) -> list[str]:
+        """The arrays of an npz file that a key means."""
+        if wanted is None:
+            present = [name for name in usual if name in held]
+            if not present:
+                raise self.error(
+                    f"data.{key}",
+                    f"not given, and {path} has no array {' or '.join(map(repr, usual))}; "
+                    f"expected one of its arrays: {', '.join(held)}",
+                )
+            return present[:1]
+        names = wanted if isinstance(wanted, list) else [wanted]
+        for name in names:
+            if name not in held:
+                raise self.error(
+                    f"data.{key}",
+                    f"found {name!r}{_did_you_mean(name, held)}, "
+                    f"expected an array of {path}: {', '.join(held)}",
+                )
+        return names
+
+    def _from_npy(self, key: str, path: Path, data: _Data) -> tuple[np.ndarray, np.ndarray]:
+        with self._readable(key, path):
+            table = np.load(path, allow_pickle=False)
+        if not isinstance(table, np.ndarray):
+            raise self.error(key, f"{path} is an npz archive, expected a single array")
+        if table.ndim != 2 or table.shape[1] < 2:
+            raise DataError(
+                f"{self.path}: {key}: the array in {path} has the shape {table.shape}, expected "
+                "two dimensions, with a column for the target and at least one for the features"
+            )
+        count = table.shape[1]
+        # The last column is the target where none is named, as in most tables.
+        target = self._column("target", -1 if data.target is None else data.target, count, path)
+        if data.features is None:
+            return np.delete(table, target, axis=1), table[:, target]
+        if not isinstance(data.features, list):
+            raise self.error(
+                "data.features",
+                f"found {data.features!r}, expected a list of column indices, as {path} is an "
+                "array without names",
+            )
+        features = [self._column("features", index, count, path) for index in data.features]
+        if target in features:
+            raise self.error("data.features", f"found column {target}, which is the target")
+        return table[:, features], table[:, target]
+
+    def _column(self, key: str, index: Any, count: int, path: Path) -> int:
+        if not isinstance(index, int) or not -count <= index < count:
+            raise self.error(
+                f"data.{key}",
+                f"found {index!r}, expected the index of a column of {path}, "
+                f"from {-count} to {count - 1}",
+            )
+        return index % count
+
+    @contextmanager
+    def _readable(self, key: str, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except SpecError:
+            raise
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            # NumPy's own words propose to allow pickles, which run code: never here.
+            if "Object arrays" in str(error):
+                text = f"an array in {path} holds Python objects, expected numbers or text"
+            else:
+                text = f"{path} is damaged or not a {path.suffix} file"
+            raise self.error(key, text) from error
+        except OSError as error:
+            raise self.error(key, f"{path} cannot be read: {error.strerror or error}") from error
+
+    def _check_rows(self, key: str, origin: str, X: Any, y: Any) -> None:
+        shapes = [getattr(array, "shape", None) for array in (X, y)]
+        if any(shape is None for shape in shapes):
+            return  # not an array: the job itself will say what it takes
+        rows = [shape[0] if shape else None for shape in shapes]
+        unknown = any(row != row for row in rows)  # a Dask array's NaN
+        if None in rows or (rows[0] != rows[1] and not unknown):
+            raise DataError(
+                f"{self.path}: {key}: from {origin} come X of the shape {shapes[0]} and y of "
+                f"{shapes[1]}, expected as many rows in each"
+            )
+
+
+# --- The words of errors.
+
+
+def _problems(error: ValidationError, document: Mapping[str, Any], path: Path) -> list[str]:
+    """One line per key that is wrong."""
+    lines: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        table: type[_Table] | None = _File
+        found: Any = document
+        keys: list[str] = []
+        text = ""
+        for part in item["loc"]:
+            if table is None:
+                break  # inside a value: pydantic's names for parts of a union, or indices
+            name = str(part)
+            keys.append(name)
+            if name not in table.model_fields:
+                known = list(table.model_fields)
+                hint = _did_you_mean(name, known)
+                text = f"found an unknown key{hint}, expected one of {', '.join(known)}"
+                break
+            field = table.model_fields[name]
+            found = found.get(name, _NOTHING) if isinstance(found, dict) else _NOTHING
+            text = f"found {_show(found)}, expected {field.description}"
+            table = next(
+                (
+                    t
+                    for t in (field.annotation, *get_args(field.annotation))
+                    if isinstance(t, type) and issubclass(t, _Table)
+                ),
+                None,
+            )
+        dotted = ".".join(keys)
+        lines.setdefault(dotted, f"{path}: {dotted}: {text}")
+    return list(lines.values())
+
+
+_NOTHING = object()
+
+
+def _show(value: Any) -> str:
+    """A value as a TOML file has it, shortened."""
+    if value is _NOTHING:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _did_you_mean(name: Any, known: Collection[str]) -> str:
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    return f" (did you mean {lower[close[0]]!r}?)" if close else ""
+
+
+def _located(error: SpecError | DataError, path: Path) -> SpecError | DataError:
+    """A job's complaint about one of its fields, told of the file and the key behind the field."""
+    field = re.match(r"(\w+)(?=: )", str(error))
+    keys = {"validation_split": "data.validation", "validation_data": "data.validation"}
+    keys.update({name: f"train.{name}" for name in _Train.model_fields})
+    key = keys.get(field[1]) if field else None
+    text = str(error) if key is None or field is None else key + str(error)[field.end() :]
+    return type(error)(f"{path}: {text}")

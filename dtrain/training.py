@@ -1,0 +1,174 @@
+"""``fit`` and ``submit``: from a model and its data to a job on a cluster.
+
+The main path from here: :mod:`dtrain.inputs` puts the data on the workers,
+:mod:`dtrain.runtime.master` launches one task per host, :mod:`dtrain.runtime.replica` is its
+loop, :mod:`dtrain.runtime.transport` takes gradients to :mod:`dtrain.runtime.shards`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from dtrain.cluster import Control, connect, install
+from dtrain.config import settings
+from dtrain.errors import SpecError
+from dtrain.handle import Handle
+from dtrain.inputs import prepare
+from dtrain.job import FIELDS, Job
+from dtrain.result import Result
+from dtrain.runtime.modelfile import check_target
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+
+def fit(
+    model: Any,
+    X: Any = None,
+    y: Any = None,
+    *,
+    client: Client | str | None = None,
+    progress: bool | None = None,
+    **arguments: Any,
+) -> Result:
+    """Train a model and wait for it.
+
+    Parameters
+    ----------
+    model : object
+        A model, or a whole :class:`Job`.
+    X, y : array
+        See :class:`Job`.
+    client : Client or str, optional
+        A client, or the address of a scheduler.  None: the current client, else an embedded
+        cluster on this machine for the length of the call.
+    progress : bool, optional
+        Draw a progress bar on stderr; None: if that is a terminal.
+    **arguments
+        The other fields of a :class:`Job`.
+
+    Returns
+    -------
+    Result
+
+    Raises
+    ------
+    SpecError, DataError
+        Before anything starts.
+    ClusterError
+        No cluster, or dtrain is missing or of another version on it.
+    JobFailed
+        Or a subclass; or the user's own exception where user code failed.
+    """
+    job = _job(model, X, y, arguments)
+    _check(job)
+    with connect(client, workers=job.replicas and min(job.replicas, _cores())) as found:
+        handle = submit(job, client=found, detach=False)
+        try:
+            handle.wait(progress=progress)
+        except BaseException:
+            _cancel_quietly(handle)
+            raise
+        result = handle.result()
+        handle.release()
+        return result
+
+
+def submit(
+    model: Any,
+    X: Any = None,
+    y: Any = None,
+    *,
+    client: Client | str | None = None,
+    detach: bool = True,
+    **arguments: Any,
+) -> Handle:
+    """Start a job and return at once.
+
+    Takes the arguments of :func:`fit`, or a whole :class:`Job`.  A detached job runs on without
+    its client; with ``detach=False`` it ends with it.
+
+    Returns
+    -------
+    Handle
+    """
+    job = _job(model, X, y, arguments)
+    _check(job)
+    target = _running(client)
+    info = install(target)
+    workers = [address for address, _ in info["ready"]]
+    replicas = job.replicas or len(workers)
+    inputs = prepare(job, target, workers, replicas)
+    control = Control(target)
+    described = control.call(
+        "dtrain_submit",
+        settings().prepare_deadline,
+        spec=job.spec(detach=detach)
+        .resolved(replicas=replicas, shards=job.shards or len(workers))
+        .to_dict(),
+        model=cloudpickle.dumps(job.model),
+        data=cloudpickle.dumps(inputs.plan),
+        client=control.client_id,
+    )
+    return Handle(described["id"], target, job.model)
+
+
+def _job(model: Any, X: Any, y: Any, arguments: dict[str, Any]) -> Job:
+    if isinstance(model, Job):
+        if X is not None or y is not None or arguments:
+            raise SpecError("a Job: found further arguments, expected them within the Job")
+        return model
+    for name in arguments:
+        if name not in FIELDS:
+            close = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise SpecError(f"{name}: no such argument{hint}")
+    if X is None:
+        raise SpecError("X: found None, expected an array of rows")
+    return Job(model, X, y, **arguments)
+
+
+def _check(job: Job) -> None:
+    if job.output is not None:
+        check_target(job.output)
+
+
+def _running(client: Client | str | None) -> Client:
+    """A client that outlives this call; submit has no cluster of its own."""
+    from distributed import Client
+    from distributed.client import default_client
+
+    from dtrain.cluster import open_client
+
+    if isinstance(client, Client):
+        return client
+    if isinstance(client, str):
+        return open_client(client)
+    if client is not None:
+        raise SpecError(f"client: found {type(client).__name__}, expected a Client or an address")
+    try:
+        found: Client = default_client()
+        return found
+    except ValueError:
+        raise SpecError(
+            "client: found none, expected a Client or an address; "
+            "fit runs on an embedded cluster, submit needs one that lives on"
+        ) from None
+
+
+def _cancel_quietly(handle: Handle) -> None:
+    """On the way out of an interrupt: the first error is the one to tell."""
+    from contextlib import suppress
+
+    with suppress(Exception):
+        handle.cancel()
+        handle.wait(timeout=settings().stop_grace + 1, progress=False)
+
+
+def _cores() -> int:
+    import os
+
+    return os.cpu_count() or 1

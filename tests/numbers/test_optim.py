@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import tracemalloc
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain import optim
+from dtrain.arrays import to_numpy, xp_of
+from dtrain.errors import SpecError
+from dtrain.optim import Optimizer, adam, adamw, sgd
+
+OPTIMIZERS = [
+    sgd(),
+    sgd(0.1),
+    sgd(0.1, weight_decay=0.05),
+    sgd(0.1, momentum=0.9),
+    sgd(0.01, momentum=0.9, weight_decay=0.01),
+    sgd(0.1, momentum=0.5, nesterov=True),
+    sgd(0.01, momentum=0.95, nesterov=True, weight_decay=0.1),
+    adam(),
+    adam(0.1, betas=(0.5, 0.9)),
+    adam(0.01, eps=1e-3, weight_decay=0.1),
+    adam(0.01, betas=(0.0, 0.999)),
+    adamw(),
+    adamw(0.05, betas=(0.8, 0.99), weight_decay=0.3),
+    adamw(0.01, eps=1e-2, weight_decay=0.0),
+]
+each = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+
+
+def run(optimizer, params, grads, *, in_place=False, chunk=None):
+    """All steps over `grads`; double buffered unless in place.  Returns params and slots."""
+    xp = xp_of(params)
+    params = [params.copy(), params.copy() if in_place else xp.full_like(params, np.nan)]
+    slots = [optimizer.init(params[0])]
+    slots.append({name: xp.full_like(value, np.nan) for name, value in slots[0].items()})
+    if in_place:
+        params[1], slots[1] = params[0], slots[0]
+    chunk = chunk or params[0].size
+    scratch = optim.make_scratch(optimizer, params[0].dtype.name, chunk, xp)
+    for t, grad in enumerate(grads, 1):
+        old, new = (t + 1) % 2, t % 2
+        optim.apply(
+            optimizer,
+            t,
+            grad.copy(),
+            params[old],
+            slots[old],
+            params[new],
+            slots[new],
+            scratch,
+            chunk,
+        )
+    last = len(grads) % 2
+    return params[last], slots[last]
+
+
+def problem(dtype, n=1000, steps=50, seed=0):
+    rng = np.random.default_rng(seed)
+    scales = 10.0 ** rng.uniform(-3, 1, n)
+    params = rng.standard_normal(n).astype(dtype)
+    return params, (rng.standard_normal((steps, n)) * scales).astype(dtype)
+
+
+@each
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-13)])
+def test_equals_torch(xp, optimizer, dtype, tolerance):
+    torch = pytest.importorskip("torch", reason="the reference is torch.optim")
+    params, grads = problem(dtype)
+    tensor = torch.nn.Parameter(torch.tensor(params.copy()))
+    reference = getattr(torch.optim, CLASSES[optimizer.kind])([tensor], **optimizer.args)
+    for grad in grads:
+        tensor.grad = torch.tensor(grad)
+        reference.step()
+    expected = tensor.detach().numpy()
+    found, slots = run(optimizer, xp.asarray(params), xp.asarray(grads))
+    assert found.dtype == dtype
+    assert np.abs(to_numpy(found) - expected).max() < tolerance * np.abs(expected).max()
+    for name, slot in slots.items():
+        value = reference.state[tensor][name].numpy()
+        assert np.abs(to_numpy(slot) - value).max() < tolerance * np.abs(value).max()
+    assert np.abs(expected - params).max() > 1e-3  # it moved
+
+
+@each
+def test_defaults_are_those_of_torch(optimizer):
+    torch = pytest.importorskip("torch", reason="the reference is torch.optim")
+    theirs = inspect.signature(getattr(torch.optim, CLASSES[optimizer.kind])).parameters
+    for name, value in Optimizer(optimizer.kind).args.items():
+        assert value == theirs[name].default
+
+
+@each
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.sets(st.integers(1, 299), max_size=6), seed=st.integers(0, 99))
+def test_slices_and_buffers_do_not_change_a_bit(optimizer, cuts, seed):
+    params, grads = problem("float32", n=300, steps=3, seed=seed)
+    whole, whole_slots = run(optimizer, params, grads)
+    bounds = [0, *sorted(cuts), 300]
+    for in_place in (False, True):
+        for a, b in pairwise(bounds):
+            part, part_slots = run(
+                optimizer, params[a:b], grads[:, a:b], in_place=in_place, chunk=37
+            )
+            assert part.tobytes() == whole[a:b].tobytes()
+            for name in optimizer.slots:
+                assert part_slots[name].tobytes() == whole_slots[name][a:b].tobytes()
+
+
+@each
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_update_leaves_its_inputs_alone(xp, optimizer, dtype):
+    params, grads = (xp.asarray(a) for a in problem(dtype, steps=1))
+    slots = {name: xp.full_like(params, 0.5) for name in optimizer.slots}
+    before = params.copy()
+    out, out_slots = xp.empty_like(params), {name: xp.empty_like(params) for name in slots}
+    # More scratch arrays than needed, and longer ones.
+    scratch = optim.make_scratch(optimizer, dtype, 2000, xp) * 3
+    optimizer.update(1, grads[0], params, slots, out, out_slots, scratch)
+    assert (params == before).all()
+    assert all((slot == 0.5).all() for slot in slots.values())
+    assert not (out == before).all()
+    assert out.dtype == dtype
+
+
+@each
+def test_zero_padding_stays_zero(optimizer):
+    zeros = np.zeros(16, "float32")
+    for in_place in (False, True):
+        params, slots = run(optimizer, zeros, np.zeros((3, 16), "float32"), in_place=in_place)
+        assert not params.any()
+        assert not any(slot.any() for slot in slots.values())
+
+
+@each
+def test_an_update_allocates_no_arrays(optimizer):
+    params, grads = problem("float32", n=100_000, steps=1)
+    slots = optimizer.init(params)
+    scratch = optim.make_scratch(optimizer, "float32")
+    arguments = (grads[0], params, slots, params, slots, scratch)
+    optim.apply(optimizer, 1, *arguments)
+    tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        optim.apply(optimizer, 2, *arguments)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000  # a chunk is 131 kB
+
+
+@each
+def test_not_a_number_flows_through_without_a_warning(optimizer):
+    params, grads = problem("float32", n=8, steps=1)
+    grads[0, :3] = np.nan, np.inf, 3e38
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, _ = run(optimizer, params, grads)
+    assert np.isnan(found[0])
+    assert np.isfinite(found[3:]).all()
+
+
+def test_steps_count_from_one():
+    zeros = np.zeros(2)
+    with pytest.raises(ValueError, match="t: found 0"):
+        sgd().update(0, zeros, zeros, {}, zeros, {}, [zeros])
+
+
+@each
+def test_an_optimizer_is_a_value(optimizer):
+    plain = json.loads(json.dumps(optimizer.to_dict()))
+    for again in (
+        Optimizer.from_dict(plain),
+        optim.from_name(plain.pop("kind"), **plain),
+        pickle.loads(pickle.dumps(optimizer)),
+        eval(repr(optimizer), {"sgd": sgd, "adam": adam, "adamw": adamw}),
+    ):
+        assert again == optimizer
+        assert hash(again) == hash(optimizer)
+        assert again.args == optimizer.args
+    assert len(optim.make_scratch(optimizer, "float64", 10)) == optimizer.scratch
+
+
+def test_different_optimizers_differ():
+    assert len(set(OPTIMIZERS)) == len(OPTIMIZERS)
+    with pytest.raises(TypeError):
+        sgd().args["lr"] = 1.0
+
+
+def test_slots():
+    assert sgd().slots == ()
+    assert sgd(momentum=0.9).slots == ("momentum_buffer",)
+    assert adam().slots == adamw().slots == ("exp_avg", "exp_avg_sq")
+
+
+def test_numbers_of_any_kind_become_plain_ones():
+    made = sgd(lr=np.float32(0.5), momentum=1, nesterov=True)
+    assert made.args == {"lr": 0.5, "momentum": 1.0, "nesterov": True, "weight_decay": 0.0}
+    assert {type(value) for value in made.args.values()} == {float, bool}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sgd(lr=-0.1), "sgd.lr: found -0.1, expected a finite number from 0 up"),
+        (lambda: sgd(lr=True), "sgd.lr: found True"),
+        (lambda: sgd(lr="0.1"), "sgd.lr: found '0.1'"),
+        (lambda: sgd(lr=float("nan")), "sgd.lr: found nan"),
+        (lambda: sgd(lr=float("inf")), "sgd.lr: found inf"),
+        (lambda: sgd(lr=10**400), "sgd.lr: found 1000"),
+        (lambda: sgd(momentum=-1), "sgd.momentum: found -1"),
+        (lambda: sgd(momentum=0.9, nesterov=1), "sgd.nesterov: found 1, expected True or False"),
+        (lambda: sgd(nesterov=True), "sgd.nesterov: found True with momentum 0"),
+        (lambda: sgd(weight_decay=None), "sgd.weight_decay: found None"),
+        (lambda: adam(betas=(0.9, 1.0)), r"adam.betas\[1\]: found 1.0, .*0 up and below 1"),
+        (lambda: adam(betas=(-0.1, 0.9)), r"adam.betas\[0\]: found -0.1"),
+        (lambda: adam(betas=0.9), "adam.betas: found 0.9, expected two numbers"),
+        (lambda: adam(betas=(0.9,)), "adam.betas: found"),
+        (lambda: adamw(eps=0), "adamw.eps: found 0, expected a finite number from 1e-30 up"),
+        (lambda: optim.from_name("adm"), "optimizer: found 'adm'.*'sgd'.*did you mean 'adam'"),
+        (lambda: optim.from_name(["sgd"]), "optimizer: found"),
+        (lambda: Optimizer.from_dict({"lr": 0.1}), "optimizer: found None"),
+        (
+            lambda: optim.from_name("adam", learning_rate=0.1),
+            "adam: found an argument 'learning_rate', expected only 'lr', 'betas'",
+        ),
+        (lambda: optim.from_name("sgd", momentun=0.1), "did you mean 'momentum'"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
+
+
+def test_public_names():
+    assert optim.__all__ == ["Optimizer", "adam", "adamw", "sgd"]
