@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from distributed import Client
 
 
+_NO_CLIENT = "client: found {found}, expected a Client or an address"
+
+
 class Control:
     """Asks the master, through a Client or straight to an address.
 
@@ -40,9 +43,7 @@ class Control:
                     "(call dtrain from a thread, or with the address of the scheduler)"
                 )
         elif not isinstance(target, str):
-            raise SpecError(
-                f"client: found {type(target).__name__}, expected a Client or an address"
-            )
+            raise SpecError(_NO_CLIENT.format(found=type(target).__name__))
         self.target = target
 
     @property
@@ -189,7 +190,7 @@ def connect(address: Client | str | None = None, *, workers: int | None = None) 
             yield client
         return
     if not isinstance(address, str):
-        raise SpecError(f"client: found {type(address).__name__}, expected a Client or an address")
+        raise SpecError(_NO_CLIENT.format(found=type(address).__name__))
     client = open_client(address)
     try:
         yield client

@@ -68,7 +68,7 @@ class Settings:
 
 
 def settings(**overrides: Any) -> Settings:
-    """The settings of this process: the defaults, Dask's configuration, ``overrides`` (last wins)."""
+    """The settings of this process: defaults, Dask's configuration, ``overrides``; last wins."""
     import dask.config
     from dask.utils import parse_timedelta
 

@@ -3,7 +3,7 @@
 ::
 
     DTrainError
-    |-- SpecError          what was asked for cannot be (keys, values, files): before anything starts
+    |-- SpecError          what was asked for cannot be: before anything starts
     |-- DataError          the data cannot be trained on (shapes, lengths, labels)
     |-- ClusterError       no cluster there, or dtrain is missing or of another version on it
     |-- JobNotFound        no job of that id on this cluster

@@ -57,7 +57,7 @@ class Handle:
 
     @property
     def state(self) -> str:
-        """``QUEUED PREPARING RUNNING STOPPING``, or one of the ends: ``SUCCEEDED FAILED CANCELLED``."""
+        """``QUEUED PREPARING RUNNING STOPPING``; its end is ``SUCCEEDED FAILED CANCELLED``."""
         return str(self._described()["state"])
 
     def status(self) -> dict[str, Any]:

@@ -180,9 +180,9 @@ def encode_labels(labels: np.ndarray, n_classes: int | None) -> np.ndarray | Non
     """
     if labels.dtype.kind == "b":
         labels = labels.astype(np.int64)
-    if labels.dtype.kind in "iu" and labels[0] >= 0:
-        if n_classes is None or labels[-1] < n_classes:
-            return None
+    whole = labels.dtype.kind in "iu" and labels[0] >= 0
+    if whole and (n_classes is None or labels[-1] < n_classes):
+        return None
     if n_classes is not None and len(labels) > n_classes:
         shown = ", ".join(map(str, labels[:5].tolist()))
         raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dtrain.errors import SpecError
@@ -57,7 +57,7 @@ class Job:
     X: Any
     y: Any = None
     optimizer: Optimizer | None = None
-    mode: Mode = Sync()
+    mode: Mode = field(default_factory=Sync)
     replicas: int | None = None
     shards: int | None = None
     batch_size: int = 32

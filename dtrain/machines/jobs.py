@@ -356,13 +356,13 @@ class JobMachine:
             names = ", ".join(str(h) for h in self.waiting())
             words = f"after {spent:.0f} s these workers are not ready: {names}"
             return self._fail(Failure("DEADLINE", words), now)
-        if self.state is State.STOPPING and spent >= self.limits.stop_grace:
-            if self.outcome is not None and self.outcome.state is State.SUCCEEDED:
-                # The chief may still be writing the result; it is bounded by its own deadlines.
-                if self.hosts[0].address not in self.done:
-                    return []
-            return self._end(now, late=self.waiting())
-        return []
+        if self.state is not State.STOPPING or spent < self.limits.stop_grace:
+            return []
+        assert self.outcome is not None
+        if self.outcome.state is State.SUCCEEDED and self.hosts[0].address not in self.done:
+            # The chief may still be writing the result; it is bounded by its own deadlines.
+            return []
+        return self._end(now, late=self.waiting())
 
     # -- ends ------------------------------------------------------------------------------
 

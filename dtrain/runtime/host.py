@@ -225,7 +225,7 @@ class Host:
         """The next batch of a replica, from the lead (asynchronous mode)."""
         if self.arena.lead is not None:
             with self.arena.lock:
-                return self.arena.lead.take(replica, request, epoch)  # type: ignore[no-any-return]
+                return self.arena.lead.take(replica, request, epoch)
         deadline = self.launch.settings.call_deadline
         found = self.service.start(
             self.service.ask(

@@ -14,9 +14,10 @@ import platform
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from distributed import wait
+from distributed.client import _wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dtrain import metrics
@@ -277,7 +278,9 @@ class Master(SchedulerPlugin):
 
     async def _watch_task(self, record: Record, address: str, generation: int) -> None:
         future = record.futures[address]
-        await wait(future)
+        # Not `distributed.wait`: in a process with another client it would block on that one.
+        # Not `await future`: it would bring the result to the scheduler.
+        await _wait([future])
         if future.status == "error":
             error = await future.exception()
             words = f"its task on {address} raised {type(error).__name__}: {error}"
@@ -400,12 +403,10 @@ class Master(SchedulerPlugin):
         record = self._record(job)
         if wait and record.machine.state == seen:
             async with record.changed:
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(
                         record.changed.wait_for(lambda: record.machine.state != seen), wait
                     )
-                except TimeoutError:
-                    pass
         return self._describe(record)
 
     def list_jobs(self) -> list[dict[str, Any]]:
@@ -566,10 +567,8 @@ class Master(SchedulerPlugin):
 
         if not settled():
             async with record.changed:
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(record.changed.wait_for(settled), wait)
-                except TimeoutError:
-                    pass
         if over():
             failure = machine.outcome.failure if machine.outcome else None
             return {"go": False, "over": failure.message if failure else "it has ended"}

@@ -55,7 +55,7 @@ def run_host(launch: Launch) -> dict[str, Any] | None:
             return trainer.run()
     except Stopped:
         return None
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it becomes the failure of the job
         failure = _settled(host, error)
         if failure is not None:
             deadline = launch.settings.call_deadline

@@ -43,7 +43,7 @@ def opened(answer: Any, what: str) -> Any:
 
 
 async def ask(peer: Any, op: str, deadline: float, **message: Any) -> Any:
-    """Call ``op`` of a peer (``worker.rpc(address)``, ``worker.scheduler``, ``client.scheduler``)."""
+    """Call ``op`` of a peer: ``worker.rpc(address)``, ``worker.scheduler`` and the like."""
     address = getattr(peer, "address", getattr(peer, "addr", peer))
     try:
         answer = await asyncio.wait_for(getattr(peer, op)(**message), deadline)

@@ -31,7 +31,7 @@ def worker_plugin() -> Any:
 
                 self.service = WorkerService(worker)
                 await self.service.open()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - told to the master in words
                 try:
                     await asyncio.wait_for(
                         worker.scheduler.dtrain_hello(
@@ -41,7 +41,7 @@ def worker_plugin() -> Any:
                         ),
                         10,
                     )
-                except Exception as second:
+                except Exception as second:  # noqa: BLE001 - all that is left is the log
                     import logging
 
                     logging.getLogger("distributed.worker").warning(

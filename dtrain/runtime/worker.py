@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from distributed.protocol import to_serialize
@@ -70,7 +70,7 @@ class WorkerService:
         """Install the handlers and say hello to the master."""
         _services[self.address] = self
         for op, handler in self.handlers.items():
-            self.worker.handlers[op] = answering(handler)
+            self.worker.handlers[op] = answering(cast(Callable[..., Any], handler))
         self.worker.metrics["dtrain"] = self.summary
         await ask(
             self.worker.scheduler, "dtrain_hello", 10.0, address=self.address, version=__version__

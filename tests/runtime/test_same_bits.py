@@ -1,0 +1,61 @@
+"""The same job gives the same bits, whatever runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+import dtrain
+
+from .conftest import processes
+
+
+def job(digits, client, **changes):
+    X, y = digits
+    arguments = dict(
+        optimizer=dtrain.optim.adam(3e-3),
+        replicas=4,
+        shards=2,
+        batch_size=24,
+        epochs=2,
+        validation_split=0.2,
+        metrics=["accuracy", "log_loss"],
+        seed=7,
+        client=client,
+        progress=False,
+    )
+    return dtrain.fit(dtrain.models.MLP([64, 96, 10]), X, y, **{**arguments, **changes})
+
+
+def bits(result):
+    """Everything of a result that must not depend on what ran it."""
+    timing = ("seconds", "samples_per_s")
+    history = [{k: v for k, v in e.items() if k not in timing} for e in result.history]
+    return {name: p.tobytes() for name, p in result.params.items()}, history
+
+
+@pytest.fixture(scope="module")
+def base(digits, threaded):
+    """Two workers in one process, two shards."""
+    return bits(job(digits, threaded))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_shards(digits, threaded, base, shards):
+    assert bits(job(digits, threaded, shards=shards)) == base
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)])
+def test_worker_processes(digits, base, workers, threads):
+    with processes(workers, threads) as client:
+        assert bits(job(digits, client)) == base
+        assert bits(job(digits, client, shards=3)) == base
+
+
+def test_another_seed_gives_other_bits(digits, threaded, base):
+    assert bits(job(digits, threaded, seed=8)) != base
+
+
+def test_another_number_of_replicas_gives_other_bits(digits, threaded, base):
+    """The comparison can fail: the sums' order depends on the number of replicas."""
+    assert bits(job(digits, threaded, replicas=2)) != base
