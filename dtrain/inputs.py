@@ -39,12 +39,8 @@ def prepare(job: Job, client: Client, workers: list[str], replicas: int) -> Inpu
     x, y = _checked(job.X, job.y, "X", "y", job.model)
     valid = None
     if job.validation_data is not None:
-        valid = _checked(*job.validation_data, "validation X", "validation y", job.model)
-        if valid[0].shape[1:] != x.shape[1:]:
-            raise DataError(
-                f"validation X: found rows of shape {valid[0].shape[1:]}, "
-                f"expected {x.shape[1:]} as in X"
-            )
+        names = ("validation X", "validation y")
+        valid = _checked(*job.validation_data, *names, job.model, like=x)
     parts = Parts.of(
         x.shape[0],
         None if valid is None else valid[0].shape[0],
@@ -86,7 +82,9 @@ def is_dask(array: Any) -> bool:
     return hasattr(array, "__dask_graph__") and hasattr(array, "chunks")
 
 
-def _checked(x: Any, y: Any, x_name: str, y_name: str, model: Any) -> tuple[Any, Any]:
+def _checked(
+    x: Any, y: Any, x_name: str, y_name: str, model: Any, like: Any = None
+) -> tuple[Any, Any]:
     """Arrays of numbers with as many rows each, that fit the model."""
     if y is None:
         raise DataError(f"{y_name}: found None, expected one target for each row of {x_name}")
@@ -95,6 +93,10 @@ def _checked(x: Any, y: Any, x_name: str, y_name: str, model: Any) -> tuple[Any,
         raise DataError(
             f"{x_name}: found shape {x.shape}, expected (rows, features); "
             f"one feature is {x_name}.reshape(-1, 1)"
+        )
+    if like is not None and x.shape[1:] != like.shape[1:]:
+        raise DataError(
+            f"{x_name}: found rows of shape {x.shape[1:]}, expected {like.shape[1:]} as in X"
         )
     if x.dtype.kind not in "fiub":
         raise DataError(f"{x_name}: found dtype {x.dtype}, expected numbers")

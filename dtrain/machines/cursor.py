@@ -184,6 +184,11 @@ class Cursor:
         return []
 
     def _take(self, event: Take) -> Batch | None:
+        if not 0 <= event.replica < self.plan.replicas:
+            raise ProtocolError(
+                f"replica {event.replica} asks for a batch: "
+                f"expected one of 0..{self.plan.replicas - 1}"
+            )
         number, answer = self.answers.get(event.replica, (-1, None))
         if event.request == number:
             return answer
@@ -191,7 +196,7 @@ class Cursor:
             raise ProtocolError(
                 f"replica {event.replica} asks for batch {event.request}: expected {number + 1}"
             )
-        if event.epoch > self.epoch:
+        if event.epoch != self.epoch:
             if event.epoch != self.epoch + 1 or not self.drained:
                 raise ProtocolError(
                     f"replica {event.replica} asks for epoch {event.epoch}: epoch {self.epoch} "

@@ -376,6 +376,9 @@ class JobMachine:
         why = outcome.failure.message if outcome.failure else ""
         if self.state is not State.STOPPING:
             self._enter(State.STOPPING, now, why)
+        else:
+            # It was about to succeed: the grace time begins now that the hosts are told.
+            self.entered = now
         left = tuple(h.address for h in self.hosts if h.address not in self.done)
         if not left:
             return self._end(now)

@@ -70,6 +70,8 @@ class Rounds:
     def handle(self, event: Pushed | Reduced, now: float) -> list[Decide]:
         self._check(event)
         if event.step < self.step:
+            if isinstance(event, Pushed):
+                self.ledger.duplicates += len(event.contributions)
             return [Decide(self.verdicts[event.step])]
         if self.since is None:
             self.since = now
@@ -140,6 +142,10 @@ class Rounds:
             )
         if event.step > self.step or (event.step < self.step and event.step not in self.verdicts):
             raise ProtocolError(f"{what}: expected step {self.step}")
+        if isinstance(event, Reduced) and not 0 <= event.shard < self.shards:
+            raise ProtocolError(
+                f"{what}: found shard {event.shard}, expected one of 0..{self.shards - 1}"
+            )
         if isinstance(event, Pushed) and event.step == self.step:
             for c in event.contributions:
                 if c.replica not in self.expected:

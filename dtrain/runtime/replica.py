@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtrain import metrics
+from dtrain.arrays import quiet
 from dtrain.errors import DTrainError, StorageError
 from dtrain.messages import Batch, Contribution, Failure
 from dtrain.runtime.arena import Stopped
@@ -172,9 +173,9 @@ class Trainer:
         grads = link.grads(replica)
         contribution = self._compute(replica, step, batch, link.params(replica), grads)
         # Checked here, for the whole model, before any shard has seen a part of it.
-        if not math.isfinite(contribution.loss) or not all(
-            finite(grad.reshape(-1)) for grad in grads.values()
-        ):
+        with quiet():
+            sound = all(finite(grad.reshape(-1)) for grad in grads.values())
+        if not sound or not math.isfinite(contribution.loss):
             raise StepRefused(describe_culprit(contribution, step))
         self.host.stepped(replica)
         return link.push(replica, contribution, batch.epoch)

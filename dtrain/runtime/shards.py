@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.arrays import aligned_bytes, xp_of
+from dtrain.arrays import aligned_bytes, quiet, xp_of
 from dtrain.machines.shard import ShardMachine
 from dtrain.messages import Abandon, Contribution, Flip, Pushed, Reduce, Reduced, Report, Verdict
 from dtrain.optim import Optimizer
@@ -142,7 +142,8 @@ class SyncShard:
     # -- array maths: in whichever thread takes the work, without the lock -------------------
 
     def _reduce(self, command: Reduce) -> None:
-        problem = self._apply(command)
+        with quiet():
+            problem = self._apply(command)
         if problem is None and self.publish:
             other = (command.step + 1) % 2
             self._pending = [p.copy() for p in self._params[other]]
@@ -242,7 +243,8 @@ class AsyncShard:
             age = self.version - version
             if grads is not None and self._last.get(replica, -1) < request:
                 self._last[replica] = request
-                self._apply(grads)
+                with quiet():
+                    self._apply(grads)
             for source, target in zip(self._params, into, strict=True):
                 target[...] = source
             return self.version, age

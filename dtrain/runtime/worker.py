@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,6 +54,8 @@ class WorkerService:
         #: job id -> its newest generation here
         self.hosts: dict[str, Host] = {}
         self._arrival = asyncio.Condition()
+        #: chunk -> the worker it was last seen at; a hint, renewed when it fails
+        self._holders: dict[Any, str] = {}
         self.handlers = {
             "dtrain_stop": self.stop,
             "dtrain_initial": self.initial,
@@ -122,6 +124,8 @@ class WorkerService:
         host.close()
         if self.hosts.get(host.launch.job) is host:
             del self.hosts[host.launch.job]
+        if not self.hosts:
+            self._holders.clear()
 
     async def _announce(self) -> None:
         async with self._arrival:
@@ -149,28 +153,46 @@ class WorkerService:
         away = [key for key in wanted if key not in here]
         if not away:
             return found
-        # Asked each time: where a chunk is may change, and nothing here may freeze it.
-        where = await asyncio.wait_for(self.worker.scheduler.who_has(keys=away), deadline)
+        try:
+            found.update(await self._fetch_away(away, wanted, deadline))
+        except (OSError, DataError):
+            # A chunk may have moved: Dask computes lost ones anew elsewhere.  Look once more.
+            for key in away:
+                self._holders.pop(key, None)
+            found.update(await self._fetch_away(away, wanted, deadline))
+        return found
+
+    async def _fetch_away(
+        self, keys: Sequence[Any], wanted: Mapping[Any, np.ndarray], deadline: float
+    ) -> dict[Any, np.ndarray]:
+        """Rows of chunks at other workers, where they were last seen."""
+        unknown = [key for key in keys if key not in self._holders]
+        if unknown:
+            question = self.worker.scheduler.who_has(keys=unknown)
+            where = await asyncio.wait_for(question, deadline)
+            for key in unknown:
+                holders = sorted(where.get(key, ()))
+                if not holders:
+                    raise DataError(f"chunk {key!r} is on no worker; expected it in memory")
+                self._holders[key] = holders[0]
         by_peer: dict[str, list[Any]] = {}
-        for key in away:
-            holders = sorted(where.get(key, ()))
-            if not holders:
-                raise DataError(f"chunk {key!r} is on no worker any more; expected it in memory")
-            by_peer.setdefault(holders[0], []).append(key)
+        for key in keys:
+            by_peer.setdefault(self._holders[key], []).append(key)
         answers = await asyncio.gather(
             *(
                 self.ask(
                     peer,
                     "dtrain_rows",
                     deadline,
-                    keys=keys,
-                    rows=[to_serialize(wanted[key]) for key in keys],
+                    keys=some,
+                    rows=[to_serialize(wanted[key]) for key in some],
                 )
-                for peer, keys in by_peer.items()
+                for peer, some in by_peer.items()
             )
         )
-        for keys, arrays in zip(by_peer.values(), answers, strict=True):
-            found.update(zip(keys, arrays, strict=True))
+        found: dict[Any, np.ndarray] = {}
+        for some, arrays in zip(by_peer.values(), answers, strict=True):
+            found.update(zip(some, arrays, strict=True))
         return found
 
     # -- handlers: in the event loop -----------------------------------------------------------

@@ -1,0 +1,181 @@
+"""Data is read where it lies, and goes straight where it must."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dtrain
+from dtrain.models import Linear, Logistic
+from dtrain.runtime.data import Parts
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((400, 5)).astype(np.float32)
+Y = (X @ np.arange(5, dtype=np.float32)).astype(np.float32)
+
+
+def fit(client, model=None, x=X, y=Y, **arguments):
+    arguments = {"batch_size": 16, "epochs": 2, "client": client, "progress": False, **arguments}
+    return dtrain.fit(model or Linear(5), x, y, **arguments)
+
+
+def bits(result):
+    return {name: value.tobytes() for name, value in result.params.items()}
+
+
+
+@pytest.mark.cluster
+def test_persisted_chunks_are_not_copied_or_moved(forked):
+    """Each chunk stays where it was, once, though parts are cut through chunks."""
+    before = {}
+    dX = da.from_array(X, chunks=(90, -1)).persist()
+    dy = da.from_array(Y, chunks=70).persist()
+    wait([dX, dy])
+    before = forked.who_has([dX, dy])
+    plain = fit(forked)
+    assert bits(fit(forked, x=dX, y=dy)) == bits(plain)
+    assert forked.who_has([dX, dy]) == before
+    assert all(len(who) == 1 for who in before.values())
+
+
+@pytest.mark.cluster
+def test_chunks_all_on_the_other_worker(forked):
+    """A replica far from its rows reads them batch by batch, and gets the same bits."""
+    one = sorted(forked.scheduler_info()["workers"])[0]
+    dX = da.from_array(X, chunks=(50, -1))
+    dX, dy = forked.persist([dX, da.from_array(Y, chunks=50)], workers=[one])
+    wait([dX, dy])
+    assert {who for whos in forked.who_has(dX).values() for who in whos} == {one}
+    plain = fit(forked, replicas=2, validation_split=0.25, metrics=["mse"])
+    far = fit(forked, x=dX, y=dy, replicas=2, validation_split=0.25, metrics=["mse"])
+    assert bits(far) == bits(plain)
+    assert far.metrics["val_mse"] == plain.metrics["val_mse"]
+    stolen = fit(forked, x=dX, y=dy, replicas=2, mode=dtrain.Async())
+    assert stolen.ledger.samples == [400, 400]
+
+
+def test_nothing_stays_on_the_cluster(threaded):
+    """After the job the workers hold none of its data, nor its result."""
+    scheduler = threaded.cluster.scheduler
+    before = set(scheduler.tasks)
+    fit(threaded)
+    from tests.conftest import until
+
+    until(lambda: set(scheduler.tasks) <= before, 10, f"left: {set(scheduler.tasks) - before}")
+    assert not [name for name in scheduler.clients if name.startswith("dtrain-data")]
+
+
+#: What `load` was called with; the workers share this process.
+CALLS: list[tuple[int, ...]] = []
+
+
+def load(block):
+    CALLS.append(block.shape)
+    return block
+
+
+def test_lazy_arrays_are_computed_once(threaded):
+    CALLS.clear()
+    dX = da.from_array(X, chunks=(100, -1)).map_blocks(load, dtype=X.dtype, meta=X[:0])
+    assert bits(fit(threaded, x=dX)) == bits(fit(threaded))
+    assert sorted(CALLS) == [(100, 5)] * 4
+
+
+def test_errors_of_the_users_graph_come_up(threaded):
+    def load(block):
+        raise ZeroDivisionError("this block is broken")
+
+    dX = da.from_array(X, chunks=(100, -1)).map_blocks(load, dtype=X.dtype, meta=X[:0])
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        fit(threaded, x=dX)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (lambda: da.from_array(X, chunks=(100, 2)), r"rechunk\(\{1: -1\}\)"),
+        (lambda: da.from_array(X, chunks=(100, -1))[da.from_array(Y, chunks=100) > 0],
+         "compute_chunk_sizes"),
+    ],
+)  # fmt: skip
+def test_chunks_that_cannot_be_read_by_rows(threaded, array, words):
+    with pytest.raises(dtrain.DataError, match=words):
+        fit(threaded, x=array())
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.array(["no", "yes"]),
+        np.array([3, 7]),
+        np.array([-1, 1]),
+        np.array([0.0, 1.0]),
+        np.array([False, True]),
+        np.array(["no", "yes"], dtype=object),
+        np.array([0, 1]),
+    ],
+    ids=str,
+)
+def test_labels_of_any_kind(threaded, labels):
+    y = labels[(Y > 0).astype(int)]
+    result = fit(
+        threaded, Logistic(5), y=y, epochs=30, optimizer=dtrain.optim.sgd(0.5),
+        validation_split=0.2, metrics=["accuracy"],
+    )  # fmt: skip
+    assert result.metrics["val_accuracy"] > 0.95
+    predicted = result.predict(X)
+    assert set(np.unique(predicted)) <= set(labels)
+    assert np.mean(predicted == y) > 0.95
+    proba = result.predict_proba(X)
+    assert proba.shape == (400, 2)
+    assert np.allclose(proba.sum(axis=1), 1, atol=1e-6)
+    assert result.evaluate(X, y)["accuracy"] == np.mean(predicted == y)
+    chunked = fit(threaded, Logistic(5), y=da.from_array(np.asarray(y.tolist()), chunks=90),
+                  epochs=30, optimizer=dtrain.optim.sgd(0.5), validation_split=0.2)  # fmt: skip
+    assert bits(chunked) == bits(result)
+
+
+def test_targets_in_a_column(threaded):
+    assert bits(fit(threaded, y=Y.reshape(-1, 1))) == bits(fit(threaded))
+    labels = (Y > 0).astype(int)
+    column = fit(threaded, Logistic(5), y=labels.reshape(-1, 1))
+    assert bits(column) == bits(fit(threaded, Logistic(5), y=labels))
+
+
+def test_validation_rows_are_held_out(threaded):
+    """A split's loss is that of exactly the seeded random rows, and they are not trained on."""
+    from dtrain.machines.cursor import split
+
+    result = fit(threaded, validation_split=0.3, seed=4)
+    train, valid = split(400, 0.3, 4)
+    assert result.history[0]["samples"] == len(train) == 280
+    loss = result.evaluate(X[valid], Y[valid])["loss"]
+    assert result.metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
+    given = fit(threaded, validation_data=(X[valid], Y[valid]), x=X[train], y=Y[train], seed=4)
+    assert bits(given) == bits(result)
+    assert given.metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("fraction", [None, 0.2])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_parts_cover_every_row_once(fraction, replicas):
+    parts = Parts.of(
+        101, None, fraction=fraction, replicas=replicas, batch_size=8, epochs=1, steps=None, seed=3
+    )
+    train = [parts.epoch_rows(3, 0, i, True) for i in range(replicas)]
+    valid = [parts.valid_rows(i) for i in range(replicas)] if fraction else []
+    assert sorted(np.concatenate(train + valid).tolist()) == list(range(101))
+    sizes = [len(rows) for rows in train]
+    assert max(sizes) - min(sizes) <= 1
+    for i, rows in enumerate(train):
+        start, stop = parts.span(i)
+        assert start <= rows.min()
+        assert rows.max() < stop
+
+
+def test_wide_integers_and_other_dtypes_train(threaded):
+    pixels = RNG.integers(0, 255, (60, 5)).astype(np.uint8)
+    result = fit(threaded, x=pixels, y=pixels.sum(axis=1), optimizer=dtrain.optim.adam(0.1))
+    assert np.isfinite(result.history[-1]["loss"])

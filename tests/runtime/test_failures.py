@@ -1,0 +1,341 @@
+"""What goes wrong ends within seconds, with one clear error, and leaves the cluster usable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import dtrain
+from dtrain.models import MLP, Linear, Logistic
+from tests.conftest import until
+
+from .conftest import processes
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((60, 4)).astype(np.float32)
+Y = X @ np.arange(4, dtype=np.float32)
+LABELS = (Y > 0).astype(int)
+
+
+def fit(client, model=None, x=X, y=Y, **arguments):
+    arguments = {"batch_size": 10, "client": client, "progress": False, **arguments}
+    return dtrain.fit(model or Linear(4), x, y, **arguments)
+
+
+class Own:
+    """A model of one's own, the least that there can be."""
+
+    def init(self, rng):
+        return {"w": np.zeros(4, np.float32)}
+
+    def loss_and_grads(self, params, batch, *, out=None, rng=None):
+        x, y = batch
+        residual = x @ params["w"] - y
+        return float(np.mean(residual**2)), {"w": (2 * x.T @ residual / len(y)).astype(np.float32)}
+
+    def predict(self, params, x):
+        return x @ params["w"]
+
+
+class Raises(Own):
+    def loss_and_grads(self, params, batch, *, out=None, rng=None):
+        raise KeyError("no such feature")
+
+
+class Unreadable(Exception):
+    """An exception that cannot be pickled back."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} {b}")
+
+
+class RaisesUnreadable(Own):
+    def loss_and_grads(self, params, batch, *, out=None, rng=None):
+        raise Unreadable("one", "two")
+
+
+class NoInit(Own):
+    def init(self, rng):
+        raise RuntimeError("no weights today")
+
+
+def answers(grads, loss=0.5):
+    class Answers(Own):
+        def loss_and_grads(self, params, batch, *, out=None, rng=None):
+            return loss, grads
+
+    return Answers()
+
+
+def test_a_model_of_ones_own(threaded):
+    result = fit(threaded, Own(), epochs=40, optimizer=dtrain.optim.sgd(0.1))
+    assert np.allclose(result.params["w"], np.arange(4), atol=1e-3)
+    assert np.allclose(result.predict(X), Y, atol=1e-2)
+
+
+def test_a_model_without_rng_and_out(threaded):
+    class Plain(Own):
+        def loss_and_grads(self, params, batch):
+            return super().loss_and_grads(params, batch)
+
+    result = fit(threaded, Plain(), epochs=40, optimizer=dtrain.optim.sgd(0.1))
+    assert np.allclose(result.params["w"], np.arange(4), atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [dtrain.Sync(), dtrain.Async()])
+def test_user_exception_comes_up_as_itself(threaded, mode):
+    with pytest.raises(KeyError, match="no such feature") as caught:
+        fit(threaded, Raises(), mode=mode)
+    notes = "".join(caught.value.__notes__)
+    assert "Remote traceback" in notes
+    assert "in loss_and_grads" in notes
+    assert "replica " in notes
+    assert "step 0" in notes
+
+
+def test_user_exception_that_cannot_travel_comes_as_words(threaded):
+    with pytest.raises(dtrain.JobFailed, match="Unreadable: one two") as caught:
+        fit(threaded, RaisesUnreadable())
+    assert caught.value.reason == "USER_ERROR"
+
+
+def test_init_that_raises(threaded):
+    with pytest.raises(RuntimeError, match="no weights today"):
+        fit(threaded, NoInit())
+
+
+@pytest.mark.parametrize(
+    ("grads", "words"),
+    [
+        ({}, "w"),
+        ({"w": np.zeros(3, np.float32)}, r"\(3,\).*\(4,\)"),
+        ({"w": np.zeros(4)}, "float64.*float32"),
+        ({"w": np.zeros(4, np.float32), "b": np.zeros(1, np.float32)}, "b"),
+    ],
+)
+def test_wrong_gradients_are_refused(threaded, grads, words):
+    with pytest.raises(Exception, match=words) as caught:
+        fit(threaded, answers(grads))
+    assert "replica" in "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
+
+
+def test_an_answer_that_is_no_pair(threaded):
+    class Odd(Own):
+        def loss_and_grads(self, params, batch, *, out=None, rng=None):
+            return None
+
+    with pytest.raises(Exception, match=r"expected \(loss, grads\)"):
+        fit(threaded, Odd())
+
+
+@pytest.mark.parametrize("mode", [dtrain.Sync(), dtrain.Async()])
+def test_nan_in_the_data_names_replica_partition_and_step(threaded, mode):
+    bad = X.copy()
+    bad[47, 2] = np.nan  # in the second of two parts
+    with pytest.raises(dtrain.NonFiniteError) as caught:
+        fit(threaded, x=bad, mode=mode, replicas=2, shuffle=False)
+    text = str(caught.value)
+    assert "replica 1" in text
+    assert "partition 1" in text
+    assert "step" in text
+    assert caught.value.reason == "NON_FINITE"
+
+
+def test_a_gradient_that_is_not_finite_while_its_loss_is(threaded):
+    grads = {"w": np.array([0, np.inf, 0, 0], np.float32)}
+    with pytest.raises(dtrain.NonFiniteError, match=r"gradient of replica 0 .* step 0"):
+        fit(threaded, answers(grads))
+
+
+def test_large_but_finite_gradients_are_taken(threaded):
+    """Their sum of squares overflows; they do not."""
+    grads = {"w": np.full(4, 1e30, np.float32)}
+    result = fit(threaded, answers(grads), optimizer=dtrain.optim.sgd(1e-30), steps=2)
+    assert np.isfinite(result.params["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"y": Y[:-1]}, "60 rows.*59"),
+        ({"x": X[:, :3]}, "3.*4"),
+        ({"x": X[:, 0]}, r"reshape\(-1, 1\)"),
+        ({"y": np.zeros((60, 2), np.float32)}, r"\(60, 2\)"),
+        ({"model": Logistic(4), "y": np.zeros((60, 2), int)}, r"\(60, 2\)"),
+        ({"model": Logistic(4), "y": np.arange(60)}, "60 different labels"),
+        ({"x": X[:1], "y": Y[:1], "replicas": 2}, "1 training rows for 2 replicas"),
+        ({"x": X.astype(complex)}, "complex"),
+        ({"x": [["a"] * 4] * 60}, "numbers"),
+        ({"model": Logistic(4), "y": np.where(LABELS == 1, np.nan, 0.0)}, "NaN"),
+        ({"y": None}, "None"),
+        (
+            {"model": Logistic(4), "y": LABELS, "validation_data": (X, LABELS + 1)},
+            "label 2",
+        ),
+        ({"validation_data": (X[:, :2], Y)}, "validation X"),
+        ({"x": X[:2], "y": Y[:2], "validation_split": 0.1}, "validation_split"),
+    ],
+)
+def test_bad_data_is_told_before_anything_starts(threaded, changes, words):
+    before = len(dtrain.jobs(threaded))
+    with pytest.raises(dtrain.DataError, match=words):
+        fit(threaded, **changes)
+    assert len(dtrain.jobs(threaded)) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"replicas": -1}, "replicas"),
+        ({"steps": 0}, "steps"),
+        ({"seed": -3}, "seed"),
+        ({"mode": "sync"}, "mode"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"metrics": ["accuracy"], "validation_split": 0.2}, "accuracy"),
+        ({"metrics": ["mse"]}, "validation"),
+        ({"metrics": "mse", "validation_split": 0.2}, "list"),
+        ({"validation_split": 1.5}, "validation_split"),
+        ({"validation_split": 0.2, "validation_data": (X, Y)}, "both"),
+        ({"epoch": 3}, "did you mean 'epochs'"),
+        ({"model": object()}, "init"),
+        ({"name": "a\nb"}, "name"),
+        ({"shuffle": 1}, "shuffle"),
+        ({"client": 3}, "client"),
+    ],
+)
+def test_bad_arguments_are_told_by_name(threaded, changes, words):
+    with pytest.raises(dtrain.SpecError, match=words):
+        fit(changes.pop("client", threaded), **changes)
+
+
+def test_output_that_is_something_else_is_not_touched(threaded, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(dtrain.SpecError, match=r"precious\.txt"):
+        fit(threaded, output=tmp_path)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_output_that_cannot_be_written_is_a_storage_failure(threaded, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(dtrain.JobFailed) as caught:
+        fit(threaded, output=tmp_path / "file" / "model")
+    assert caught.value.reason == "STORAGE"
+    assert "file" in str(caught.value)
+
+
+class Endless(Own):
+    """Trains until it is stopped."""
+
+
+def endless(client, **arguments):
+    arguments = {"epochs": 10**6, "batch_size": 10, "client": client, **arguments}
+    handle = dtrain.submit(Endless(), X, Y, **arguments)
+    until(lambda: handle.status()["step"] > 0, 20, "no step yet")
+    return handle
+
+
+@pytest.mark.parametrize("mode", [dtrain.Sync(), dtrain.Async()])
+def test_cancel(threaded, mode):
+    handle = endless(threaded, mode=mode)
+    assert handle.state == "RUNNING"
+    handle.cancel()
+    assert handle.wait(timeout=5) == "CANCELLED"
+    with pytest.raises(dtrain.JobCancelled):
+        handle.result()
+    handle.cancel()
+    assert handle.state == "CANCELLED"
+
+
+def test_two_jobs_at_once_get_the_results_of_one(threaded):
+    alone = fit(threaded, epochs=5)
+    first = dtrain.submit(Linear(4), X, Y, batch_size=10, epochs=5, client=threaded)
+    second = dtrain.submit(Linear(4), X, Y, batch_size=10, epochs=5, client=threaded)
+    for handle in (first, second):
+        found = handle.result(timeout=30)
+        assert found.params["weight"].tobytes() == alone.params["weight"].tobytes()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("mode", [dtrain.Sync(), dtrain.Async()])
+@pytest.mark.parametrize("which", ["chief", "other"])
+def test_a_killed_worker_ends_the_job_and_is_named(mode, which):
+    """Never a hang; the cluster takes the next job when the worker is back."""
+    with processes(2) as client:
+        handle = endless(client, mode=mode)
+        where = handle.status()["replicas"]
+        victim = where["0" if which == "chief" else "1"]
+        pid = client.run(os.getpid)[victim]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(dtrain.WorkersLost) as caught:
+            handle.result(timeout=10)
+        assert victim in str(caught.value)
+        assert "replicas" in str(caught.value)
+        assert caught.value.reason == "WORKERS_LOST"
+        client.wait_for_workers(2, timeout=30)
+        assert fit(client, epochs=2, replicas=2).version == 6
+
+
+class Stuck(Own):
+    """Its second replica never comes back from user code, until it is told to."""
+
+    def loss_and_grads(self, params, batch, *, out=None, rng=None):
+        if batch[0][0, 0] < 0:
+            GATE.wait(30)
+        return super().loss_and_grads(params, batch, out=out, rng=rng)
+
+
+GATE = threading.Event()
+
+
+def test_why_waiting_names_the_one_that_is_waited_for(threaded):
+    x = np.abs(X)
+    x[30:, 0] = -1
+    GATE.clear()
+    handle = dtrain.submit(Stuck(), x, Y, batch_size=10, replicas=2, client=threaded)
+    try:
+        until(lambda: "replica 1" in handle.why_waiting(), 8, "the stalled replica is not named")
+        assert "step 0" in handle.why_waiting()
+        # It hangs in user code: the job ends all the same, and says where it hangs.
+        handle.cancel()
+        assert handle.wait(timeout=10) == "CANCELLED"
+    finally:
+        GATE.set()
+
+
+@pytest.mark.cluster
+def test_an_attached_job_ends_with_its_client():
+    from distributed import Client
+
+    with processes(1, **{"dtrain.client-lease": "500ms"}) as client:
+        guest = Client(client.scheduler.address, set_as_default=False)
+        attached = endless(guest, detach=False)
+        detached = endless(guest, detach=True)
+        guest.close()
+        mine = dtrain.attach(attached.id, client.scheduler.address)
+        assert mine.wait(timeout=10) == "CANCELLED"
+        assert "client" in mine.status()["message"]
+        other = dtrain.attach(detached.id, client)
+        assert other.state == "RUNNING"
+        other.cancel()
+        assert other.wait(timeout=5) == "CANCELLED"
+
+
+@pytest.mark.cluster
+def test_a_client_that_comes_back_keeps_its_job():
+    from distributed import Client
+
+    with processes(1, **{"dtrain.client-lease": "3s"}) as client:
+        guest = Client(client.scheduler.address, set_as_default=False)
+        handle = endless(guest, detach=False)
+        guest.close()
+        again = dtrain.attach(handle.id, client)
+        until(lambda: again.status()["seconds"] > 4, 10, "no time passes")
+        assert again.state == "RUNNING"
+        again.cancel()
+        again.wait(timeout=5)
