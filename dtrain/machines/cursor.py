@@ -8,6 +8,7 @@ part).  In async mode the :class:`Cursor` hands out whole batches, each once per
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -81,9 +82,18 @@ class Plan:
         """How many rows batch ``index`` of ``part`` has."""
         return min(self.batch_size, self.size(part) - index * self.batch_size)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return max(self.batches(part) for part in range(self.replicas))
+
+    @cached_property
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(self.replicas))
+
+    @cached_property
+    def _full(self) -> int:
+        """Steps of an epoch that every replica takes part in."""
+        return min(self.batches(part) for part in range(self.replicas))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -103,6 +113,8 @@ class Plan:
     def members(self, step: int) -> tuple[int, ...]:
         """Who takes part in a synchronous step: a replica without data leaves the quorum."""
         index = step % self.steps_per_epoch
+        if index < self._full:
+            return self._all
         return tuple(part for part in range(self.replicas) if index < self.batches(part))
 
     def ends_epoch(self, step: int) -> bool:

@@ -209,7 +209,7 @@ class JobMachine:
         self.history: list[dict[str, Any]] = []
         #: the account of gradients as of the last epoch's end
         self.ledger: dict[str, Any] | None = None
-        #: when it entered its state
+        #: when it entered its state, or failed after all while it stopped
         self.entered = now
         self.submitted = now
         self.epoch_began = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ class Host:
         self.epoch = 0
         self._steps: dict[int, int] = dict.fromkeys(self.plan.replicas, 0)
         self._stopped: str | None = None
+        self._open = False
+        self._closing = threading.Lock()
         self._published = asyncio.Event()
 
     @property
@@ -89,6 +92,7 @@ class Host:
         self.arena = arenas.acquire(
             key, lambda: Arena(self.layout, self.initial_buffer, 2 if self.synchronous else 1)
         )
+        self._open = True
         with self.arena.lock:
             if self._stopped is not None:
                 self.arena.stop(self._stopped)
@@ -247,8 +251,10 @@ class Host:
 
     def close(self) -> None:
         """Let go of the arena; the last host of the process closes it."""
-        if self.arena is not None:
-            arenas.release((self.launch.job, self.generation))
+        with self._closing:
+            if self._open:
+                self._open = False
+                arenas.release((self.launch.job, self.generation))
 
     # -- with the arena's lock held ------------------------------------------------------------
 

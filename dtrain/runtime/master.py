@@ -301,7 +301,8 @@ class Master(SchedulerPlugin):
                 why=why,
             )
         except Exception as error:  # noqa: BLE001 - the grace time ends the job all the same
-            logger.warning("job %s: %s could not be told to stop: %s", record.id, address, error)
+            if address in self.scheduler.workers:
+                logger.warning("job %s: %s was not told to stop: %s", record.id, address, error)
 
     async def _end(self, record: Record) -> None:
         """Let go of what a terminal job held; of a success, keep the chief's result."""

@@ -79,9 +79,7 @@ class WorkerService:
         )
 
     async def close(self) -> None:
-        """Leave nothing behind: handlers, jobs, threads."""
-        for op in self.handlers:
-            self.worker.handlers.pop(op, None)
+        """Leave no job and no thread behind; late messages still get a typed refusal."""
         self.worker.metrics.pop("dtrain", None)
         _services.pop(self.address, None)
         for host in list(self.hosts.values()):
