@@ -171,13 +171,14 @@ def _serve(end: Any, barrier: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     environment.check()
     end.send(blas())
-    with suppress(EOFError):
-        known, data = None, None
+    with suppress(EOFError, ConnectionError):
+        known: Workload | None = None
         while True:
             order: Order = end.recv()
             if known != order.workload:
-                known, data = order.workload, order.workload.data()
-            loop = Loop(order.workload, *data)
+                known = order.workload
+                x, y = known.data()
+            loop = Loop(order.workload, x, y)
             for _ in range(_WARM):
                 loop.step()
             if order.together:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {
             "settings": {key: getattr(args, key) for key in ("rounds", "epochs", "seconds")},
             "blas": {**processes.blas, **worker_blas(client)},
+            "idle_cores": idle_cores(client),
             "workloads": [],
         }
         for workload in chosen:
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def tables(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield report.rates_table(found["workloads"])
     yield LEGEND
+    yield f"While the plain loops run, the idle cluster takes {found['idle_cores']:.2f} cores."
     if "where" in found["workloads"][0]:
         yield where.table(found["workloads"])
         yield where.LEGEND
@@ -163,3 +166,14 @@ def cluster(workers: int) -> Iterator[Client]:
 
 def worker_blas(client: Client) -> dict[str, list[dict[str, Any]]]:
     return {f"worker {i}": found for i, found in enumerate(client.run(report.blas).values())}
+
+
+def idle_cores(client: Client, seconds: float = 1.0) -> float:
+    """How many cores a cluster without work uses, the scheduler in this process included."""
+
+    def used() -> float:
+        return time.process_time() + sum(client.run(time.process_time).values())
+
+    before, began = used(), time.perf_counter()
+    time.sleep(seconds)
+    return (used() - before) / (time.perf_counter() - began)

@@ -126,6 +126,12 @@ class Parts:
         return np.arange(start, stop) if self.valid is None else self.valid[start:stop]
 
 
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The same memory of a contiguous array as uint8, shape (rows, bytes of a row)."""
+    flat: np.ndarray = array.reshape(-1).view(np.uint8)
+    return flat.reshape(len(array), -1) if len(array) else flat.reshape(0, 1)
+
+
 class Rows:
     """Reads rows of an :class:`ArrayRef`, by global number, from a worker's thread."""
 
@@ -136,6 +142,8 @@ class Rows:
         self._starts = np.asarray(ref.starts)
         #: chunk number -> the chunk itself, where this worker holds it
         self._here: dict[int, np.ndarray] = {}
+        #: the same, as rows of bytes, where its rows are contiguous
+        self._bytes: dict[int, np.ndarray] = {}
 
     def open(self, spans: Sequence[tuple[int, int]]) -> None:
         """Take hold of the local chunks that ``spans`` of rows touch."""
@@ -145,9 +153,11 @@ class Rows:
                 first, last = self._chunk_of(np.array([start, stop - 1]))
                 wanted.update(range(int(first), int(last) + 1))
         keys = {i: self.ref.keys[i] for i in sorted(wanted)}
-        self._here.update(self._service.local_chunks(keys))
-        for i, chunk in self._here.items():
+        for i, chunk in self._service.local_chunks(keys).items():
             self._check(i, chunk)
+            self._here[i] = chunk
+            if chunk.flags.c_contiguous:
+                self._bytes[i] = as_bytes(chunk)
 
     def _check(self, i: int, chunk: Any) -> None:
         rows = self.ref.starts[i + 1] - self.ref.starts[i]
@@ -183,24 +193,33 @@ class Rows:
         )
         return Pending({keys[c]: at for c, (at, _) in wanted.items()}, future)
 
-    def _only(self, rows: np.ndarray) -> tuple[np.ndarray, int] | None:
+    def _only(self, rows: np.ndarray) -> tuple[int, int] | None:
         """The one local chunk and its start, if it has all of ``rows``."""
-        ((i, chunk),) = self._here.items()
+        (i,) = self._here
         start, stop = self.ref.starts[i], self.ref.starts[i + 1]
         if start == 0 and stop == self.ref.rows:
-            return chunk, 0
+            return i, 0
         if rows.min() >= start and rows.max() < stop:
-            return chunk, start
+            return i, start
         return None
+
+    def _copy(self, i: int, local: np.ndarray, out: np.ndarray) -> None:
+        """Rows of a local chunk, by their numbers in it, to contiguous ``out``."""
+        if i in self._bytes:
+            # Bytes, because what came over the network need not be aligned, and np.take makes a
+            # copy of the whole of an unaligned array first.  mode="clip" lets it write straight
+            # to `out`; the rows are in range by construction.
+            np.take(self._bytes[i], local, axis=0, out=as_bytes(out), mode="clip")
+        else:
+            out[...] = self._here[i][local]
 
     def take(self, rows: np.ndarray, out: np.ndarray, pending: Pending | None) -> None:
         """Write ``rows`` to ``out``, shape (len(rows), ...), in their order."""
-        # mode="clip" lets NumPy write straight to `out`; the rows are in range by construction.
         if pending is None and len(self._here) == 1:
             only = self._only(rows)
             if only is not None:
-                chunk, start = only
-                np.take(chunk, rows - start if start else rows, axis=0, out=out, mode="clip")
+                i, start = only
+                self._copy(i, rows - start if start else rows, out)
                 return
         chunks = self._chunk_of(rows)
         for c in np.unique(chunks):

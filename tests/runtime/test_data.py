@@ -175,6 +175,41 @@ def test_parts_cover_every_row_once(fraction, replicas):
         assert rows.max() < stop
 
 
+def unaligned(array):
+    """The same values at an odd address, as what comes over a network often is."""
+    raw = bytearray(array.nbytes + 1)
+    view = np.frombuffer(raw, np.uint8, offset=1).view(array.dtype).reshape(array.shape)
+    view[...] = array
+    assert not view.flags.aligned
+    return view
+
+
+@pytest.mark.parametrize("make", [unaligned, np.asfortranarray])
+def test_rows_of_chunks_that_lie_badly(make):
+    """They are copied row by row: never the whole chunk for one batch."""
+    import tracemalloc
+
+    from dtrain.runtime.data import ArrayRef, Rows
+
+    array = make(RNG.standard_normal((5000, 40)).astype(np.float32))
+
+    class Service:
+        def local_chunks(self, keys):
+            return dict.fromkeys(keys, array)
+
+    rows = Rows(ArrayRef((5000, 40), "<f4", ("k",), (0, 5000)), Service(), 1.0)
+    rows.open([(0, 5000)])
+    out = rows.buffer(16)
+    chosen = RNG.integers(0, 5000, 16)
+    rows.take(chosen, out, None)
+    tracemalloc.start()
+    rows.take(chosen, out, None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (out == array[chosen]).all()
+    assert peak < array.nbytes / 10
+
+
 def test_wide_integers_and_other_dtypes_train(threaded):
     pixels = RNG.integers(0, 255, (60, 5)).astype(np.uint8)
     result = fit(threaded, x=pixels, y=pixels.sum(axis=1), optimizer=dtrain.optim.adam(0.1))
