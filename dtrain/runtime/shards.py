@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,23 +43,102 @@ def finite(array: Any) -> bool:
     return bool(xp_of(array).isfinite(array).all())
 
 
-class Slots:
-    """The optimizer's slots of a shard, one flat array per range, ``buffers`` times."""
+class Updater:
+    """The array maths of one shard: sums gradients, checks them, applies the optimizer.
 
-    def __init__(self, optimizer: Optimizer, ranges: Sequence[Range], buffers: int) -> None:
-        self.of = [
-            [
-                {name: aligned_bytes(r.stop - r.start).view(r.dtype) for name in optimizer.slots}
-                for r in ranges
-            ]
-            for _ in range(buffers)
+    It keeps no state but scratch; versions are its caller's.
+
+    Parameters
+    ----------
+    params : sequence of list of ndarray
+        One flat array per range, for each of the buffers.
+    slots : sequence of list of dict of str to ndarray
+        The optimizer's slots, likewise.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[Range],
+        optimizer: Optimizer,
+        replicas: int,
+        params: Sequence[Flat],
+        slots: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> None:
+        self.ranges = ranges
+        self.optimizer = optimizer
+        self.replicas = replicas
+        self.params = params
+        self.slots = slots
+        self._scratch: dict[str, list[Any]] = {}
+
+    def reduce(
+        self,
+        step: int,
+        members: tuple[int, ...],
+        weights: tuple[float, ...],
+        leaves: Mapping[int, Flat],
+    ) -> int | None:
+        """Apply the mean gradient of ``members`` to the buffer of ``step``, into the other one.
+
+        Returns None, or whose gradient is not finite; -1 if only their sum is not.
+        """
+        old, new = step % 2, (step + 1) % 2
+        extra = scratch_needed(members, weights, self.replicas)
+        for k, r in enumerate(self.ranges):
+            buffers = self._buffers(r.dtype, extra)
+            params, out = self.params[old][k], self.params[new][k]
+            slots, out_slots = self.slots[old][k], self.slots[new][k]
+            xp = xp_of(params)
+            for a in range(0, params.size, CHUNK):
+                b = min(a + CHUNK, params.size)
+                grad, *work = (x[: b - a] for x in buffers)
+                pieces = {i: leaves[i][k][a:b] for i in members}
+                reduce_into(members, weights, self.replicas, pieces, grad, work, xp)
+                if not finite(grad):
+                    return next((i for i in members if not finite(leaves[i][k])), -1)
+                self.optimizer.update(
+                    step + 1,
+                    grad,
+                    params[a:b],
+                    {name: slot[a:b] for name, slot in slots.items()},
+                    out[a:b],
+                    {name: slot[a:b] for name, slot in out_slots.items()},
+                    work,
+                )
+        return None
+
+    def apply(self, step: int, grads: Flat) -> None:
+        """Apply one gradient in place, as update number ``step`` (from 1)."""
+        for k, r in enumerate(self.ranges):
+            buffers = self._buffers(r.dtype, 0)
+            params, slots = self.params[0][k], self.slots[0][k]
+            for a in range(0, params.size, CHUNK):
+                b = min(a + CHUNK, params.size)
+                # The optimizer may write to its gradient; the replica's is not its to write to.
+                grad, *work = (x[: b - a] for x in buffers)
+                grad[...] = grads[k][a:b]
+                views = {name: slot[a:b] for name, slot in slots.items()}
+                self.optimizer.update(step, grad, params[a:b], views, params[a:b], views, work)
+
+    def _buffers(self, dtype: str, extra: int) -> list[Any]:
+        count = 1 + max(extra, self.optimizer.scratch)
+        known = self._scratch.get(dtype, [])
+        if len(known) < count:
+            known = self._scratch[dtype] = [np.empty(CHUNK, dtype) for _ in range(count)]
+        return known
+
+
+def private_slots(
+    optimizer: Optimizer, ranges: Sequence[Range], buffers: int
+) -> list[list[dict[str, Any]]]:
+    """The optimizer's slots of a shard in memory of this process, ``buffers`` times."""
+    return [
+        [
+            {name: aligned_bytes(r.stop - r.start).view(r.dtype) for name in optimizer.slots}
+            for r in ranges
         ]
-
-
-def _scratch(ranges: Sequence[Range], count: int) -> dict[str, list[Any]]:
-    return {
-        dtype: [np.empty(CHUNK, dtype) for _ in range(count)] for dtype in {r.dtype for r in ranges}
-    }
+        for _ in range(buffers)
+    ]
 
 
 class SyncShard:
@@ -88,13 +168,11 @@ class SyncShard:
         self.index = shard.index
         self.ranges = shard.ranges
         self.machine = machine
-        self.optimizer = optimizer
-        self.replicas = replicas
         self.publish = publish
         self._report = report
         self._params = [cut(buffer, shard.ranges) for buffer in arena.buffers]
-        self._slots = Slots(optimizer, shard.ranges, 2)
-        self._scratch: dict[str, list[Any]] = {}
+        slots = private_slots(optimizer, shard.ranges, 2)
+        self._updater = Updater(shard.ranges, optimizer, replicas, self._params, slots)
         #: replica -> its gradient of the step being gathered, one flat array per range
         self._grads: dict[int, Flat] = {}
         self._pending: Flat | None = None
@@ -117,7 +195,7 @@ class SyncShard:
             self._grads[contribution.replica] = grads[contribution.replica]
         for command in commands:
             assert isinstance(command, Reduce)
-            self.arena.queue(lambda command=command: self._reduce(command), busy=busy)  # type: ignore[misc]
+            self.arena.queue(partial(self._reduce, command), busy=busy)
 
     def decide(self, verdict: Verdict) -> None:
         for command in self.machine.handle(verdict, time.monotonic()):
@@ -142,69 +220,25 @@ class SyncShard:
     # -- array maths: in whichever thread takes the work, without the lock -------------------
 
     def _reduce(self, command: Reduce) -> None:
+        step = command.step
         with quiet():
-            problem = self._apply(command)
-        if problem is None and self.publish:
-            other = (command.step + 1) % 2
-            self._pending = [p.copy() for p in self._params[other]]
-        event = Reduced(self.machine.generation, command.step, self.index, problem)
+            culprit = self._updater.reduce(step, command.members, command.weights, self._grads)
+        problem = None
+        if culprit is not None:
+            problem = describe_culprit(self.machine.gathered.get(culprit), step)
+        elif self.publish:
+            self._pending = [p.copy() for p in self._params[(step + 1) % 2]]
+        event = Reduced(self.machine.generation, step, self.index, problem)
         with self.arena.lock:
             for answer in self.machine.handle(event, time.monotonic()):
                 assert isinstance(answer, Report)
                 self._report(answer.event)
 
-    def _apply(self, command: Reduce) -> str | None:
-        old, new = command.step % 2, (command.step + 1) % 2
-        weights = command.weights
-        extra = scratch_needed(command.members, weights, self.replicas)
-        for k, r in enumerate(self.ranges):
-            buffers = self._buffers(r.dtype, extra)
-            params, out = self._params[old][k], self._params[new][k]
-            slots, out_slots = self._slots.of[old][k], self._slots.of[new][k]
-            leaves = {i: self._grads[i][k] for i in command.members}
-            xp = xp_of(params)
-            for a in range(0, params.size, CHUNK):
-                b = min(a + CHUNK, params.size)
-                n = b - a
-                grad = buffers[0][:n]
-                work = [x[:n] for x in buffers[1:]]
-                reduce_into(
-                    command.members,
-                    weights,
-                    self.replicas,
-                    {i: leaf[a:b] for i, leaf in leaves.items()},
-                    grad,
-                    work,
-                    xp,
-                )
-                if not finite(grad):
-                    return self._name_culprit(command, k)
-                self.optimizer.update(
-                    command.step + 1,
-                    grad,
-                    params[a:b],
-                    {name: slot[a:b] for name, slot in slots.items()},
-                    out[a:b],
-                    {name: slot[a:b] for name, slot in out_slots.items()},
-                    work,
-                )
-        return None
 
-    def _buffers(self, dtype: str, extra: int) -> list[Any]:
-        count = 1 + max(extra, self.optimizer.scratch)
-        if len(self._scratch.get(dtype, ())) < count:
-            self._scratch = {**self._scratch, **_scratch(self.ranges, count)}
-        return self._scratch[dtype]
-
-    def _name_culprit(self, command: Reduce, k: int) -> str:
-        for i in command.members:
-            if not finite(self._grads[i][k]):
-                c = self.machine.gathered[i]
-                return describe_culprit(c, command.step)
-        return f"the sum of the gradients overflows at step {command.step}"
-
-
-def describe_culprit(c: Contribution, step: int) -> str:
+def describe_culprit(c: Contribution | None, step: int) -> str:
+    """Whose gradient is not finite, in words; None: no single one's."""
+    if c is None:
+        return f"the sum of the gradients overflows at step {step}"
     return (
         f"the gradient of replica {c.replica} is not finite at step {step} "
         f"(partition {c.part}, batch {c.batch})"
@@ -220,15 +254,14 @@ class AsyncShard:
     def __init__(self, arena: Arena, shard: Shard, optimizer: Optimizer) -> None:
         self.index = shard.index
         self.ranges = shard.ranges
-        self.optimizer = optimizer
         #: updates applied
         self.version = 0
         #: replica -> the number of its last gradient, so that a repeated one is recognised
         self._last: dict[int, int] = {}
         self._lock = threading.Lock()
         self._params = cut(arena.buffers[0], shard.ranges)
-        self._slots = Slots(optimizer, shard.ranges, 1)
-        self._scratch = _scratch(shard.ranges, max(optimizer.scratch, 0) + 1)
+        slots = private_slots(optimizer, shard.ranges, 1)
+        self._updater = Updater(shard.ranges, optimizer, 1, [self._params], slots)
 
     def push_pull(
         self, replica: int, request: int, version: int, grads: Flat | None, into: Flat
@@ -244,22 +277,8 @@ class AsyncShard:
             if grads is not None and self._last.get(replica, -1) < request:
                 self._last[replica] = request
                 with quiet():
-                    self._apply(grads)
+                    self._updater.apply(self.version + 1, grads)
+                self.version += 1
             for source, target in zip(self._params, into, strict=True):
                 target[...] = source
             return self.version, age
-
-    def _apply(self, grads: Flat) -> None:
-        step = self.version + 1
-        for k, r in enumerate(self.ranges):
-            buffers = self._scratch[r.dtype]
-            params, slots = self._params[k], self._slots.of[0][k]
-            for a in range(0, params.size, CHUNK):
-                b = min(a + CHUNK, params.size)
-                # The optimizer may write to its gradient; the replica's is not its to write to.
-                grad = buffers[0][: b - a]
-                grad[...] = grads[k][a:b]
-                views = {name: slot[a:b] for name, slot in slots.items()}
-                work = [x[: b - a] for x in buffers[1:]]
-                self.optimizer.update(step, grad, params[a:b], views, params[a:b], views, work)
-        self.version = step

@@ -134,7 +134,8 @@ def test_a_hundredfold_model_moves_the_same_bytes_through_the_scheduler(tmp_path
         assert moved[big] == pytest.approx(moved[small], rel=0.05)
         # Neither the parameters (0.4 MB) nor the rows (0.8 MB) can have been among them.
         assert moved[big] < size[big]
-        few = min(run(client, small, 400) for _ in range(6))
+        # A quarter of the rows; the ten steps are within one epoch all the same.
+        few = min(run(client, small, 1000) for _ in range(6))
         assert moved[small] == pytest.approx(few, rel=0.05)
 
 

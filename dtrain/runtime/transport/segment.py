@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,9 @@ class Segment:
         """Let go of the mapping; arrays that still look into it keep it alive until they go."""
         self.memory = np.empty(0, np.uint8)
         if self._map is not None:
-            try:
+            # Views of it that are still referred to keep it: it is unmapped with the last.
+            with suppress(BufferError):
                 self._map.close()
-            except BufferError:
-                # Views of it are still referred to; it is unmapped with the last of them.
-                pass
             self._map = None
             os.close(self._held)
 
@@ -243,19 +242,16 @@ class Bells:
         self._handles = []
         for number in range(count):
             name = _beside(path, f"bell{number}")
-            try:
+            with suppress(FileExistsError):
                 os.mkfifo(name, 0o600)
-            except FileExistsError:
-                pass
             self._handles.append(os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         self._poll = select.poll()
         self._poll.register(self._handles[mine], select.POLLIN)
 
     def ring(self, number: int) -> None:
-        try:
+        # It may be full of rings already: whoever sleeps there will wake all the same.
+        with suppress(BlockingIOError):
             os.write(self._handles[number], b"!")
-        except BlockingIOError:
-            pass  # It is full of rings already: whoever sleeps there will wake.
 
     def ring_others(self) -> None:
         for number in range(len(self._handles)):
@@ -279,10 +275,8 @@ class Bells:
             if left <= 0:
                 raise DeadlineError(f"not in {deadline:.0f} s")
             if self._poll.poll(min(left, SLICE) * 1000):
-                try:
+                with suppress(BlockingIOError):
                     os.read(self._handles[self._mine], 4096)
-                except BlockingIOError:
-                    pass
 
     def close(self) -> None:
         for handle in self._handles:
