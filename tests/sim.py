@@ -474,9 +474,9 @@ class World:
             (replace(event, generation=event.generation - 1), FencedError)
         ]
         if hasattr(event, "step"):
-            forged.append((replace(event, step=event.step + 5), ProtocolError))
+            forged.append((replace(event, step=event.step + 1000), ProtocolError))
         if hasattr(event, "request"):
-            forged.append((replace(event, request=event.request + 5), ProtocolError))
+            forged.append((replace(event, request=event.request + 1000), ProtocolError))
         before = state_of(machine)
         for bad, error in forged:
             try:
@@ -529,11 +529,11 @@ class World:
         """Schedule the job's fate."""
         fate, rng = self.settings.fate, self.rng
         if fate == "crash":
-            self.after(rng.uniform(0, 60), Crashes(rng.choice(list(self.membership.members))))
+            self.after(rng.uniform(0, 25), Crashes(rng.choice(list(self.membership.members))))
         elif fate == "cancel":
-            self.after(rng.uniform(0, 60), Tells(jobs.Cancel("somebody cancelled it")))
+            self.after(rng.uniform(0, 40), Tells(jobs.Cancel("somebody cancelled it")))
         elif fate == "client":
-            gone, away = rng.uniform(0, 40), rng.uniform(1, 1.5 * LIMITS.client_lease)
+            gone, away = rng.uniform(0, 20), rng.uniform(1, 1.5 * LIMITS.client_lease)
             self.after(gone, Tells(jobs.ClientGone()))
             self.after(gone + away, Tells(jobs.ClientBack()))
             if away < LIMITS.client_lease:
@@ -664,9 +664,9 @@ class World:
         self.after(self.rng.random(), Evaluated(host.plan.address, epoch, last))
 
     def on_evaluated(self, event: Evaluated) -> None:
-        host = self.hosts[event.address]
-        if event.address in self.dead or host.over:
+        if self.gone(event.address):
             return
+        host = self.hosts[event.address]
         payload: dict[str, Any] = {"epoch": event.epoch, "step": 0, "last": event.last}
         if event.address == self.chief:
             payload |= self.account()
@@ -919,6 +919,8 @@ class SyncWorld(World):
         }
         #: what was decided, as it was told first
         self.verdicts: dict[int, Verdict] = {}
+        #: contributions that the lead has taken, repeats too
+        self.told = 0
         #: step -> the shards whose hosts wait for its verdict
         self.reporters: dict[int, set[int]] = {}
         #: (replica, step, shard or None for the loss) that is not finite
@@ -1121,6 +1123,8 @@ class SyncWorld(World):
         commands = self.tell(self.rounds, event, repeat)
         if commands == [] and event.step in self.verdicts:
             raise Broken(f"no answer to {event}: expected {self.verdicts[event.step]}")
+        if commands is not None and isinstance(event, Pushed):
+            self.told += len(event.contributions)
         for command in commands or ():
             verdict = command.verdict
             known = self.verdicts.get(verdict.step)
@@ -1192,6 +1196,8 @@ class SyncWorld(World):
         rejected = 0 if refused is None else len(refused.members)
         if (ledger.rejected, ledger.late, ledger.replayed) != (rejected, 0, 0):
             raise Broken(f"{ledger}: expected {rejected} rejected")
+        if applied + ledger.duplicates + len(self.rounds.arrived) != self.told:
+            raise Broken(f"{ledger}: expected an account of {self.told} gradients")
 
     def check_success(self) -> None:
         total, reference = len(self.reference.members), self.reference
@@ -1253,6 +1259,8 @@ class AsyncWorld(World):
         #: batch -> the request that it answered
         self.handed: dict[Batch, tuple[int, int]] = {}
         self.committed: set[Batch] = set()
+        #: barriers that were looked at
+        self.passed: set[tuple[int, str]] = set()
         self.poison: Batch | None = None
         if s.fate == "poison":
             part = self.rng.randrange(s.replicas)
@@ -1409,6 +1417,11 @@ class AsyncWorld(World):
         for shard in self.shards:
             if not shard.applied <= handed or shard.version != len(shard.applied):
                 raise Broken(f"shard {shard.index}: {shard.version} of {sorted(map(repr, handed))}")
+        for epoch, phase in set(self.job.settled) - self.passed:
+            self.passed.add((epoch, phase))
+            mine = {batch for batch in handed if batch.epoch == epoch}
+            if self.cursor.left or not all(mine <= shard.applied for shard in self.shards):
+                raise Broken(f"the end of epoch {epoch} ({phase}) was settled before it had ended")
         if self.committed != self.shards[0].applied:
             raise Broken("what the lead's shard has applied is not what was committed")
         samples = [0] * len(self.ledger.samples)

@@ -321,13 +321,16 @@ class JobMachine:
         return commands + self._finish_if_done(now)
 
     def _worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
-        if all(h.address != event.address for h in self.hosts) or event.address in self.done:
+        if all(h.address != event.address for h in self.hosts) or event.address in self.lost:
             return []
         host = self.host(event.address)
         self.lost.append(event.address)
+        # The chief holds the result, also once its task is done.
+        chief = self.hosts[0].address == event.address
+        if event.address in self.done and not chief:
+            return []
         self.done.add(event.address)
         commands: list[Command] = []
-        chief = self.hosts[0].address == event.address
         if self.outcome is None or (self.outcome.state is State.SUCCEEDED and chief):
             work = f"replicas {list(host.replicas)} and shards {list(host.shards)}"
             failure = Failure("WORKERS_LOST", f"{host} is gone; it had {work}")
