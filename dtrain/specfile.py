@@ -274,7 +274,7 @@ class _Reader:
         except (TypeError, ValueError) as error:  # SpecError is a ValueError
             about, _, text = str(error).partition(": ")
             about = about.removeprefix(f"{table.kind}.")
-            if about in table.args:
+            if re.split(r"[.[]", about)[0] in table.args:  # or a part of it: "lr.peak", "betas[0]"
                 raise self.error(f"{key}.{about}", text) from error
             if about == key.rpartition(".")[2]:
                 raise self.error(f"{key}.kind", text) from error

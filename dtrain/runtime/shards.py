@@ -133,10 +133,7 @@ def private_slots(
 ) -> list[list[dict[str, Any]]]:
     """The optimizer's slots of a shard in memory of this process, ``buffers`` times."""
     return [
-        [
-            {name: aligned_bytes(r.stop - r.start).view(r.dtype) for name in optimizer.slots}
-            for r in ranges
-        ]
+        [dict(optimizer.init(aligned_bytes(r.stop - r.start).view(r.dtype))) for r in ranges]
         for _ in range(buffers)
     ]
 

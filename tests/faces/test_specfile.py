@@ -60,6 +60,7 @@ def module(tmp_path: Path) -> Any:
 MODEL = '[model]\nkind = "linear"\nn_features = 3\n'
 DATA = '[data]\npath = "d.npz"\n'
 NPZ = MODEL + DATA
+LR = NPZ + '[train]\noptimizer = {{kind = "adam", lr = {{{}}}}}'
 
 
 @pytest.fixture
@@ -121,6 +122,32 @@ def test_every_key_reaches_the_job(spec, tmp_path):
     assert job.optimizer == optim.adam(lr=1e-3)
     assert (job.shuffle, job.seed, job.metrics) == (False, 9, ("accuracy",))
     assert job.validation_split == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        (
+            'lr = { kind = "warmup_cosine", peak = 1e-3, warmup_steps = 100, total_steps = 1000 }',
+            optim.warmup_cosine(peak=1e-3, warmup_steps=100, total_steps=1000),
+        ),
+        (
+            'lr.kind = "exponential"\nlr.lr = 1\nlr.decay = 0.5\nlr.staircase = true',
+            optim.exponential(1, 0.5, staircase=True),
+        ),
+        (
+            'lr = { kind = "piecewise", boundaries = [10, 20], values = [1, 0.5, 0] }',
+            optim.piecewise([10, 20], [1, 0.5, 0]),
+        ),
+        (
+            '[train.optimizer.lr]\nkind = "linear"\nstart = 0\nstop = 0.1\nsteps = 5',
+            optim.linear(0, 0.1, 5),
+        ),
+    ],
+)
+def test_a_learning_rate_may_be_a_schedule(spec, text, schedule):
+    job = load_job(spec(f'{NPZ}[train.optimizer]\nkind = "rmsprop"\n{text}'))
+    assert job.optimizer == optim.rmsprop(lr=schedule)
 
 
 def test_what_is_not_given_is_left_to_the_job(spec):
@@ -246,6 +273,31 @@ def test_all_wrong_keys_are_told_at_once(spec):
         (f'[model]\nkind = "mlp"\nlayers = 3\n{DATA}', ["model.layers: found 3"]),
         (NPZ + '[train]\noptimizer = {kind = "adm"}', ["train.optimizer.kind: ", "adm", "adam"]),
         (NPZ + '[train]\noptimizer = {kind = "adam", lr = "x"}', ["train.optimizer.lr: found 'x'"]),
+        (
+            NPZ + '[train]\noptimizer = {kind = "adam", betas = [0.9, 1]}',
+            ["train.optimizer.betas[1]: found 1"],
+        ),
+        (
+            LR.format('kind = "cosine"'),
+            ["train.optimizer.lr.kind: found 'cosine', expected one of"],
+        ),
+        (LR.format("start = 1"), ["train.optimizer.lr.kind: found None", "'warmup_cosine'"]),
+        (
+            LR.format('kind = "linear", start = -1, stop = 0, steps = 3'),
+            ["train.optimizer.lr.start: found -1, expected a finite number from 0 up"],
+        ),
+        (
+            LR.format('kind = "linear", start = 1, stop = 0'),
+            ["train.optimizer.lr: found no argument 'steps', expected at least 'start'"],
+        ),
+        (
+            LR.format('kind = "linear", begin = 1'),
+            ["train.optimizer.lr: found an argument 'begin', expected only 'start'"],
+        ),
+        (
+            LR.format('kind = "piecewise", boundaries = [1, 2.5], values = [1, 2, 3]'),
+            ["train.optimizer.lr.boundaries[1]: found 2.5, expected a whole number from 1 up"],
+        ),
         (NPZ + "[train]\nbatch_size = 999", ["train.batch_size: found 999, expected fewer"]),
     ],
 )

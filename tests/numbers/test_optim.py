@@ -12,10 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain import optim
-from dtrain.arrays import to_numpy, xp_of
+from dtrain import optim, schedules
+from dtrain.arrays import ALIGNMENT, address, to_numpy, xp_of
 from dtrain.errors import SpecError
-from dtrain.optim import Optimizer, adam, adamw, sgd
+from dtrain.optim import (
+    Optimizer,
+    Schedule,
+    adagrad,
+    adam,
+    adamw,
+    exponential,
+    linear,
+    piecewise,
+    rmsprop,
+    sgd,
+    warmup_cosine,
+)
 
 OPTIMIZERS = [
     sgd(),
@@ -32,9 +44,28 @@ OPTIMIZERS = [
     adamw(),
     adamw(0.05, betas=(0.8, 0.99), weight_decay=0.3),
     adamw(0.01, eps=1e-2, weight_decay=0.0),
+    adagrad(),
+    adagrad(0.1, lr_decay=0.02, weight_decay=0.05),
+    adagrad(0.05, initial_accumulator_value=0.3, eps=1e-3),
+    rmsprop(),
+    rmsprop(0.02, alpha=0.8, eps=1e-4, weight_decay=0.1),
+    rmsprop(0.01, momentum=0.9),
+    rmsprop(0.01, centered=True),
+    rmsprop(0.005, alpha=0.98, weight_decay=0.02, momentum=0.5, centered=True),
+    sgd(linear(0.1, 0.01, 20), momentum=0.9),
+    adam(warmup_cosine(0.1, 10, 40, final=0.01, start=0.02), weight_decay=0.1),
+    adamw(exponential(0.05, 0.9), weight_decay=0.3),
+    adagrad(piecewise([3, 30], [0.1, 0.02, 0.05]), lr_decay=0.01),
+    rmsprop(linear(0.001, 0.02, 60), momentum=0.5, centered=True),
 ]
 each = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+CLASSES = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+}
 
 
 def run(optimizer, params, grads, *, in_place=False, chunk=None):
@@ -64,6 +95,12 @@ def run(optimizer, params, grads, *, in_place=False, chunk=None):
     return params[last], slots[last]
 
 
+def rate(optimizer, step):
+    """The learning rate after `step` steps."""
+    lr = optimizer.args["lr"]
+    return lr(step) if isinstance(lr, Schedule) else lr
+
+
 def problem(dtype, n=1000, steps=50, seed=0):
     rng = np.random.default_rng(seed)
     scales = 10.0 ** rng.uniform(-3, 1, n)
@@ -77,8 +114,10 @@ def test_equals_torch(xp, optimizer, dtype, tolerance):
     torch = pytest.importorskip("torch", reason="the reference is torch.optim")
     params, grads = problem(dtype)
     tensor = torch.nn.Parameter(torch.tensor(params.copy()))
-    reference = getattr(torch.optim, CLASSES[optimizer.kind])([tensor], **optimizer.args)
-    for grad in grads:
+    arguments = {**optimizer.args, "lr": rate(optimizer, 0)}
+    reference = getattr(torch.optim, CLASSES[optimizer.kind])([tensor], **arguments)
+    for step, grad in enumerate(grads):
+        reference.param_groups[0]["lr"] = rate(optimizer, step)
         tensor.grad = torch.tensor(grad)
         reference.step()
     expected = tensor.detach().numpy()
@@ -133,12 +172,25 @@ def test_an_update_leaves_its_inputs_alone(xp, optimizer, dtype):
 
 
 @each
-def test_zero_padding_stays_zero(optimizer):
+def test_zero_padding_stays_as_it_is(optimizer):
     zeros = np.zeros(16, "float32")
     for in_place in (False, True):
         params, slots = run(optimizer, zeros, np.zeros((3, 16), "float32"), in_place=in_place)
         assert not params.any()
-        assert not any(slot.any() for slot in slots.values())
+        for name, slot in slots.items():
+            assert (slot == np.float32(optimizer.initial[name])).all()
+
+
+@each
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_init(xp, optimizer, dtype):
+    params = xp.ones(1001, dtype)[1:]
+    slots = optimizer.init(params)
+    assert tuple(slots) == optimizer.slots == tuple(optimizer.initial)
+    for name, slot in slots.items():
+        assert (xp_of(slot), slot.dtype, slot.shape) == (xp, dtype, (1000,))
+        assert address(slot) % ALIGNMENT == 0
+        assert (slot == slot.dtype.type(optimizer.initial[name])).all()
 
 
 @each
@@ -183,7 +235,7 @@ def test_an_optimizer_is_a_value(optimizer):
         Optimizer.from_dict(plain),
         optim.from_name(plain.pop("kind"), **plain),
         pickle.loads(pickle.dumps(optimizer)),
-        eval(repr(optimizer), {"sgd": sgd, "adam": adam, "adamw": adamw}),
+        eval(repr(optimizer), vars(optim).copy()),
     ):
         assert again == optimizer
         assert hash(again) == hash(optimizer)
@@ -201,6 +253,23 @@ def test_slots():
     assert sgd().slots == ()
     assert sgd(momentum=0.9).slots == ("momentum_buffer",)
     assert adam().slots == adamw().slots == ("exp_avg", "exp_avg_sq")
+    assert adagrad().initial == {"sum": 0.0}
+    assert adagrad(initial_accumulator_value=0.1).initial == {"sum": 0.1}
+    assert rmsprop().slots == ("square_avg",)
+    everything = rmsprop(momentum=0.9, centered=True)
+    assert everything.slots == ("square_avg", "grad_avg", "momentum_buffer")
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.9, 0.99])
+def test_centered_rmsprop_of_a_constant_gradient_is_finite(alpha):
+    """The variance is then all rounding error: PyTorch takes the root of a negative number."""
+    grads = np.full((3000, 64), np.linspace(0.1, 10, 64), "float32")
+    optimizer = rmsprop(1e-3, alpha=alpha, centered=True)
+    params, _ = run(optimizer, np.zeros(64, "float32"), grads)
+    # No step is longer than the rate over the root of the least variance.
+    limit = 3000 * 1e-3 / np.sqrt(np.finfo("float32").eps)
+    assert (params < 0).all()
+    assert (params > -1.01 * limit).all()
 
 
 def test_numbers_of_any_kind_become_plain_ones():
@@ -214,7 +283,33 @@ def test_numbers_of_any_kind_become_plain_ones():
     [
         (lambda: sgd(lr=-0.1), "sgd.lr: found -0.1, expected a finite number from 0 up"),
         (lambda: sgd(lr=True), "sgd.lr: found True"),
-        (lambda: sgd(lr="0.1"), "sgd.lr: found '0.1'"),
+        (lambda: sgd(lr="0.1"), "sgd.lr: found '0.1', expected .*, or a schedule of dtrain.optim"),
+        (lambda: adam(lr=abs), "adam.lr: found <built-in function abs>, expected a finite number"),
+        (lambda: adam(lr={"peak": 1}), "adam.lr.kind: found None, expected one of 'warmup_cosine'"),
+        (
+            lambda: adam(lr={"kind": "lienar"}),
+            r"adam.lr.kind: found 'lienar'.*did you mean 'linear'",
+        ),
+        (
+            lambda: adam(lr={"kind": "linear", "start": 0.1, "stop": -1, "steps": 3}),
+            "adam.lr.stop: found -1, expected a finite number from 0 up",
+        ),
+        (
+            lambda: adam(lr={"kind": "linear", "start": 0.1, "steps": 3}),
+            "adam.lr: found no argument 'stop', expected at least 'start', 'stop', 'steps'",
+        ),
+        (
+            lambda: adam(lr={"kind": "linear", "begin": 0.1}),
+            "adam.lr: found an argument 'begin', expected only 'start', 'stop', 'steps'",
+        ),
+        (lambda: adagrad(eps=0.0), "adagrad.eps: found 0.0, expected a finite number from 1e-30"),
+        (lambda: adagrad(lr_decay=-1), "adagrad.lr_decay: found -1"),
+        (
+            lambda: adagrad(initial_accumulator_value=-0.1),
+            "adagrad.initial_accumulator_value: found -0.1, expected a finite number from 0 up",
+        ),
+        (lambda: rmsprop(alpha=1.0), "rmsprop.alpha: found 1.0, expected .*0 up and below 1"),
+        (lambda: rmsprop(centered=1), "rmsprop.centered: found 1, expected True or False"),
         (lambda: sgd(lr=float("nan")), "sgd.lr: found nan"),
         (lambda: sgd(lr=float("inf")), "sgd.lr: found inf"),
         (lambda: sgd(lr=10**400), "sgd.lr: found 1000"),
@@ -243,4 +338,8 @@ def test_refused(make, message):
 
 
 def test_public_names():
-    assert optim.__all__ == ["Optimizer", "adam", "adamw", "sgd"]
+    kinds = [name for name in optim.__all__ if name.islower()]
+    made = {**optim._KINDS, **schedules._KINDS}
+    assert kinds == sorted(made)
+    assert set(optim.__all__) - set(kinds) == {"Optimizer", "Schedule"}
+    assert set(CLASSES) == {optimizer.kind for optimizer in OPTIMIZERS} == set(optim._KINDS)

@@ -193,9 +193,7 @@ class Locks:
 
     def __init__(self, path: Path, count: int) -> None:
         self._threads = [threading.Lock() for _ in range(count)]
-        self._handle = os.open(
-            _beside(path, "locks"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+        self._handle = os.open(_beside(path, "locks"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def try_acquire(self, number: int) -> bool:
         if not self._threads[number].acquire(blocking=False):
@@ -258,11 +256,20 @@ class Bells:
             if number != self._mine:
                 self.ring(number)
 
-    def wait(self, ready: Callable[[], Any], check: Callable[[], None], deadline: float) -> None:
+    def ring_mine(self) -> None:
+        self.ring(self._mine)
+
+    def wait(
+        self,
+        ready: Callable[[], Any],
+        check: Callable[[], None],
+        deadline: float,
+        what: Callable[[], str],
+    ) -> None:
         """Until ``ready()``: look a few times, then sleep until the bell rings.
 
         ``check`` is called once in a while, and raises when waiting has lost its sense.
-        Raises DeadlineError after ``deadline`` seconds.
+        Raises DeadlineError, which says ``what``, after ``deadline`` seconds.
         """
         for _ in range(SPINS):
             if ready():
@@ -273,7 +280,7 @@ class Bells:
             check()
             left = until - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"not in {deadline:.0f} s")
+                raise DeadlineError(f"after {deadline:.0f} s: {what()}")
             if self._poll.poll(min(left, SLICE) * 1000):
                 with suppress(BlockingIOError):
                     os.read(self._handles[self._mine], 4096)
