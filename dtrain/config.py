@@ -26,6 +26,10 @@ DEFAULTS: dict[str, str] = {
     "stall": "3s",
 }
 
+#: How the processes of a job reach each other's shards: shared memory where all are on one
+#: machine, or always over the network.
+TRANSPORTS = ("auto", "comm")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -53,6 +57,8 @@ class Settings:
         How long a finished job and its result are kept.
     stall : float
         How long a replica may make no progress before it is named.
+    transport : str
+        ``"auto"``: shared memory between the processes of one machine; ``"comm"``: never.
     """
 
     hello_deadline: float
@@ -65,6 +71,7 @@ class Settings:
     client_lease: float
     result_ttl: float
     stall: float
+    transport: str = "auto"
 
 
 def settings(**overrides: Any) -> Settings:
@@ -74,6 +81,8 @@ def settings(**overrides: Any) -> Settings:
 
     values: dict[str, float] = {}
     for field in fields(Settings):
+        if field.name == "transport":
+            continue
         key = field.name.replace("_", "-")
         raw = overrides.get(field.name, dask.config.get(f"dtrain.{key}", DEFAULTS[key]))
         try:
@@ -83,7 +92,17 @@ def settings(**overrides: Any) -> Settings:
         if not value > 0:
             raise SpecError(f"dtrain.{key}: found {raw!r}, expected a time above zero such as '5s'")
         values[field.name] = value
-    return Settings(**values)
+    transport = overrides.get("transport", dask.config.get("dtrain.transport", "auto"))
+    if transport not in TRANSPORTS:
+        raise SpecError(f"dtrain.transport: found {transport!r}, expected one of {TRANSPORTS}")
+    return Settings(**values, transport=transport)
+
+
+def temporary_directory() -> str | None:
+    """Where Dask is to put its files; None: where all programs do."""
+    import dask.config
+
+    return dask.config.get("temporary-directory", None) or None
 
 
 def scheduler_address() -> str | None:

@@ -151,14 +151,15 @@ def merge(partials: Mapping[int, Mapping[str, Sequence[float]]], replicas: int) 
 def epoch_record(payloads: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Any]:
     """The record of an epoch of what its hosts reported.
 
-    The host with the lead shard adds ``train`` (sums of loss, weight and samples); each host
-    adds ``valid``: the sums of each of its replicas, if there are validation rows.
+    Those that account for gradients (in sync mode the chief alone) add ``train``: sums of loss,
+    weight and samples.  Each adds ``valid``: the sums of each of its replicas, if there are
+    validation rows.
     """
-    lead = next(p for p in payloads if p.get("train") is not None)
-    train = lead["train"]
+    accounts = [p["train"] for p in payloads if p.get("train") is not None]
+    train = {key: sum(a[key] for a in accounts) for key in ("loss", "weight", "samples")}
     record: dict[str, Any] = {
-        "epoch": lead["epoch"] + 1,
-        "step": lead["step"],
+        "epoch": payloads[0]["epoch"] + 1,
+        "step": max(p["step"] for p in payloads),
         "loss": train["loss"] / train["weight"] if train["weight"] else float("nan"),
         "samples": train["samples"],
     }

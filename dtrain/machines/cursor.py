@@ -7,6 +7,7 @@ part).  In async mode the :class:`Cursor` hands out whole batches, each once per
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -124,7 +125,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A replica asks for its ``request``-th batch of the job (from 0); a retry repeats it."""
+    """A replica asks for its ``request``-th batch of the job (from 0); a retry repeats it.
+
+    It asks once the gradient of its batch before has been applied.
+    """
 
     generation: int
     replica: int
@@ -132,12 +136,12 @@ class Take:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A batch's gradient was applied."""
-
-    generation: int
-    batch: Batch
+# The words of a cursor's state, before those of the parts and of the replicas.
+_EPOCH, _HANDED, _OPEN = range(3)
+_HEAD = 3
+# The words of a replica: how many requests it has made, and the answer to the last of them.
+_REQUESTS, _ANSWERED, _AT_EPOCH, _AT_PART, _AT_INDEX = range(5)
+_WIDTH = 5
 
 
 class Cursor:
@@ -145,93 +149,121 @@ class Cursor:
 
     A replica gets the batches of its own part in order; one that is done takes whole batches
     from the end of the part with the most left.
+
+    Parameters
+    ----------
+    plan : Plan
+    generation : int
+    state : mutable sequence of int, optional
+        :meth:`words` numbers that hold all there is to know: zeros where a cursor begins, or
+        another cursor's, which goes on from there.  Whoever shares them takes turns.
     """
 
-    def __init__(self, plan: Plan, generation: int) -> None:
+    def __init__(
+        self, plan: Plan, generation: int, state: MutableSequence[int] | memoryview | None = None
+    ) -> None:
         self.plan = plan
         self.generation = generation
-        self.epoch = 0
-        #: batches handed out over all epochs
-        self.handed = 0
-        #: batch -> True once committed; this epoch's only
-        self.out: dict[Batch, bool] = {}
-        #: replica -> (number of its last request, what was answered)
-        self.answers: dict[int, tuple[int, Batch | None]] = {}
-        self._fill()
+        self.state = [0] * self.words(plan.replicas) if state is None else state
+        self._parts = _HEAD
+        self._replicas = _HEAD + plan.replicas * 2
 
-    def _fill(self) -> None:
-        #: part -> [next index, stop index]
-        self.rest = [[0, self.plan.batches(part)] for part in range(self.plan.replicas)]
-        self.out = {}
+    @staticmethod
+    def words(replicas: int) -> int:
+        """How many numbers the state of a cursor for so many replicas has."""
+        return _HEAD + replicas * (2 + _WIDTH)
+
+    @property
+    def epoch(self) -> int:
+        return self.state[_EPOCH]
+
+    @property
+    def handed(self) -> int:
+        """Batches handed out over all epochs."""
+        return self.state[_HANDED]
 
     @property
     def left(self) -> int:
         """Batches of this epoch that nobody has taken yet."""
-        left = sum(stop - start for start, stop in self.rest)
+        left = sum(self._left_of(part) for part in range(self.plan.replicas))
         if self.plan.steps is not None:
             left = min(left, self.plan.steps - self.handed)
         return left
 
     @property
-    def committed(self) -> int:
-        return sum(self.out.values())
+    def open(self) -> int:
+        """Batches that are taken and not known to be applied."""
+        return self.state[_OPEN]
 
     @property
     def drained(self) -> bool:
-        """All of the epoch's batches are taken and committed."""
-        return self.left == 0 and all(self.out.values())
+        """All of the epoch's batches are taken and applied."""
+        return self.left == 0 and self.open == 0
 
-    def handle(self, event: Take | Commit, now: float) -> list[Batch | None]:
-        """The batch for a :class:`Take` (None: the epoch has no more); nothing for a Commit."""
+    @property
+    def exhausted(self) -> bool:
+        """Whether this epoch is the job's last."""
+        if self.plan.steps is not None:
+            return self.handed >= self.plan.steps
+        return self.epoch + 1 >= self.plan.epochs
+
+    def handle(self, event: Take, now: float) -> list[Batch | None]:
+        """The batch for a request; None: the epoch has no more."""
+        state = self.state
         if event.generation != self.generation:
             raise FencedError(
-                f"{type(event).__name__} of generation {event.generation}: "
-                f"expected generation {self.generation}"
+                f"Take of generation {event.generation}: expected generation {self.generation}"
             )
-        if isinstance(event, Take):
-            return [self._take(event)]
-        if event.batch not in self.out:
-            raise ProtocolError(f"commit of {event.batch}: expected a batch that was handed out")
-        self.out[event.batch] = True
-        return []
-
-    def _take(self, event: Take) -> Batch | None:
         if not 0 <= event.replica < self.plan.replicas:
             raise ProtocolError(
                 f"replica {event.replica} asks for a batch: "
                 f"expected one of 0..{self.plan.replicas - 1}"
             )
-        number, answer = self.answers.get(event.replica, (-1, None))
+        at = self._replicas + event.replica * _WIDTH
+        number = state[at + _REQUESTS] - 1
         if event.request == number:
-            return answer
+            return [self._answer(at)]
         if event.request != number + 1:
             raise ProtocolError(
                 f"replica {event.replica} asks for batch {event.request}: expected {number + 1}"
             )
+        # Asking anew says that the last batch is done.
+        still = self.open - state[at + _ANSWERED]
         if event.epoch != self.epoch:
-            if event.epoch != self.epoch + 1 or not self.drained:
+            if event.epoch != self.epoch + 1 or self.left or still:
                 raise ProtocolError(
                     f"replica {event.replica} asks for epoch {event.epoch}: epoch {self.epoch} "
-                    f"has {self.left} batches left and {self.committed} committed"
+                    f"has {self.left} batches left and {still} open"
                 )
-            self.epoch = event.epoch
-            self._fill()
+            state[_EPOCH] = event.epoch
+            for part in range(self.plan.replicas):
+                state[self._parts + part * 2] = state[self._parts + part * 2 + 1] = 0
         batch = self._next(event.replica) if self.left else None
+        state[_OPEN] = still + (batch is not None)
+        state[at + _REQUESTS] = event.request + 1
+        state[at + _ANSWERED] = int(batch is not None)
         if batch is not None:
-            self.handed += 1
-            self.out[batch] = False
-        self.answers[event.replica] = (event.request, batch)
-        return batch
+            state[_HANDED] += 1
+            state[at + _AT_EPOCH], state[at + _AT_PART] = batch.epoch, batch.part
+            state[at + _AT_INDEX] = batch.index
+        return [batch]
+
+    def _answer(self, at: int) -> Batch | None:
+        if not self.state[at + _ANSWERED]:
+            return None
+        return Batch(*(self.state[at + k] for k in (_AT_EPOCH, _AT_PART, _AT_INDEX)))
 
     def _next(self, replica: int) -> Batch:
-        start, stop = self.rest[replica]
-        if start < stop:
-            self.rest[replica][0] += 1
-            return Batch(self.epoch, replica, start)
+        # A part's words: how many of its batches are taken from its start, and from its end.
+        if self._left_of(replica):
+            at = self._parts + replica * 2
+            self.state[at] += 1
+            return Batch(self.epoch, replica, self.state[at] - 1)
         slowest = max(range(self.plan.replicas), key=lambda p: (self._left_of(p), -p))
-        self.rest[slowest][1] -= 1
-        return Batch(self.epoch, slowest, self.rest[slowest][1])
+        at = self._parts + slowest * 2 + 1
+        self.state[at] += 1
+        return Batch(self.epoch, slowest, self.plan.batches(slowest) - self.state[at])
 
     def _left_of(self, part: int) -> int:
-        start, stop = self.rest[part]
-        return stop - start
+        at = self._parts + part * 2
+        return self.plan.batches(part) - self.state[at] - self.state[at + 1]

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from dtrain.errors import FencedError, ProtocolError
+from dtrain.machines.ledger import Ledger
 from dtrain.messages import Failure
 
 
@@ -63,8 +64,11 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class HostReady:
+    """A host has all it needs; ``shared``: it can open the chief's shared memory."""
+
     generation: int
     address: str
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +203,8 @@ class JobMachine:
         self.generation = 1
         self.hosts: tuple[HostPlan, ...] = ()
         self.ready: set[str] = set()
+        #: the hosts that can open the chief's shared memory
+        self.sharing: set[str] = set()
         self.done: set[str] = set()
         self.lost: list[str] = []
         self.outcome: Outcome | None = None
@@ -234,6 +240,11 @@ class JobMachine:
             if host.address == address:
                 return host
         raise ProtocolError(f"job {self.id}: {address} is not one of its hosts")
+
+    @property
+    def shared(self) -> bool:
+        """Whether all hosts share a machine's memory."""
+        return all(h.address in self.sharing for h in self.hosts)
 
     def waiting(self) -> list[HostPlan]:
         """The hosts that the present state waits for."""
@@ -272,6 +283,8 @@ class JobMachine:
     def _host_ready(self, event: HostReady, now: float) -> list[Command]:
         self.host(event.address)
         self.ready.add(event.address)
+        if event.shared:
+            self.sharing.add(event.address)
         if self.state is State.PREPARING and not self.waiting():
             self._enter(State.RUNNING, now, "all workers are ready")
             self.epoch_began = now
@@ -282,10 +295,12 @@ class JobMachine:
         key = (event.epoch, event.phase)
         if key in self.settled or self.state is not State.RUNNING:
             return []
-        if not host.replicas:
+        # All hosts open together; only those with replicas have a part in an epoch.
+        everyone = event.phase == "opened"
+        if not host.replicas and not everyone:
             raise ProtocolError(f"job {self.id}: {host} has no replicas and no part in an epoch")
         self.reached.setdefault(key, {})[event.address] = event.payload
-        expected = [h.address for h in self.hosts if h.replicas]
+        expected = [h.address for h in self.hosts if h.replicas or everyone]
         payloads = self.reached[key]
         if any(address not in payloads for address in expected):
             return []
@@ -298,7 +313,8 @@ class JobMachine:
             record["seconds"] = seconds
             record["samples_per_s"] = record["samples"] / seconds
             self.history.append(record)
-            self.ledger = next(p["ledger"] for p in ordered if p.get("ledger") is not None)
+            accounts = [p["ledger"] for p in ordered if p.get("ledger") is not None]
+            self.ledger = Ledger.total(accounts).to_dict()
             self.epoch_began = now
             last = any(payload.get("last") for payload in ordered)
         self.settled[key] = last

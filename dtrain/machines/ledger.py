@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 
@@ -50,6 +52,19 @@ class Ledger:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Ledger:
+    def total(cls, parts: Iterable[Mapping[str, Any]]) -> Ledger:
+        """The sum of the accounts that several hosts have kept, as :meth:`to_dict` gave them."""
+        whole = cls()
+        for values in parts:
+            part = cls.from_dict(values)
+            for name in ("applied", "late", "rejected", "replayed", "duplicates"):
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+            pairs = zip_longest(whole.samples, part.samples, fillvalue=0)
+            whole.samples = [a + b for a, b in pairs]
+            whole.staleness.update(part.staleness)
+        return whole
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
         ages = {int(age): count for age, count in values["staleness"].items()}
         return cls(**{**values, "samples": list(values["samples"]), "staleness": Counter(ages)})

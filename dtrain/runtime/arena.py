@@ -32,16 +32,14 @@ class Arena:
     Parameters
     ----------
     layout : Layout
-    initial : ndarray of uint8, shape (layout.nbytes,)
-        The first version of the parameters.
-    buffers : int
-        2: double-buffered (synchronous); 1: updated in place (asynchronous).
+    buffers : list of ndarray of uint8, shape (layout.nbytes,)
+        The parameters: two (synchronous: double-buffered) or one (asynchronous: updated in
+        place).  The first holds the first version.
     """
 
-    def __init__(self, layout: Layout, initial: Any, buffers: int) -> None:
+    def __init__(self, layout: Layout, buffers: list[Any]) -> None:
         self.layout = layout
-        self.buffers = [aligned_bytes(layout.nbytes) for _ in range(buffers)]
-        self.buffers[0][:] = initial
+        self.buffers = buffers
         #: read-only named views of each buffer
         self.views = [frozen(layout.views(buffer)) for buffer in self.buffers]
         #: replica -> the flat buffer that its gradient is written to
@@ -63,6 +61,13 @@ class Arena:
         self.shards: dict[int, Any] = {}
         self.lead: Any = None
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def private(cls, layout: Layout, initial: Any, buffers: int) -> Arena:
+        """In memory of this process alone; ``initial`` is the first version."""
+        made = [aligned_bytes(layout.nbytes) for _ in range(buffers)]
+        made[0][:] = initial
+        return cls(layout, made)
 
     def add_replicas(self, replicas: Iterable[int]) -> None:
         for replica in replicas:

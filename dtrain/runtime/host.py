@@ -10,6 +10,8 @@ import asyncio
 import pickle
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,8 +31,10 @@ from dtrain.runtime import arena as arenas
 from dtrain.runtime.arena import Arena, Stopped
 from dtrain.runtime.data import Feed, Parts
 from dtrain.runtime.launch import Launch
-from dtrain.runtime.lead import AsyncLead, SyncLead
+from dtrain.runtime.lead import Account, AsyncLead, SyncLead
 from dtrain.runtime.shards import AsyncShard, SyncShard
+from dtrain.runtime.transport import meeting, open_link
+from dtrain.runtime.transport.meeting import Meeting
 from dtrain.runtime.usercode import calling
 
 if TYPE_CHECKING:
@@ -55,8 +59,19 @@ class Host:
         self.arena: Arena = None  # type: ignore[assignment]  # until `prepare`
         self.model: Any = None
         self.feed: Feed = None  # type: ignore[assignment]  # until `prepare`
+        #: where the processes of this machine meet, if they can; see :mod:`.transport.meeting`
+        self.meeting: Meeting | None = None
+        self.link: Any = None
+        #: the gradients that this host accounts for: all of a synchronous job's at the chief,
+        #: its own replicas' in asynchronous mode
+        self.account: SyncLead | Account | None = None
         self.epoch = 0
         self._steps: dict[int, int] = dict.fromkeys(self.plan.replicas, 0)
+        #: the replica that is in user code, and since when
+        self._computing: tuple[int, float] | None = None
+        self._on_stop: list[Callable[[], None]] = []
+        #: set once the thread of the host's task has left
+        self.left = threading.Event()
         self._stopped: str | None = None
         self._open = False
         self._closing = threading.Lock()
@@ -74,10 +89,10 @@ class Host:
         with calling("loading the model"):
             self.model = pickle.loads(self.launch.model)
         self.optimizer = Optimizer.from_dict(spec.optimizer)
-        self.layout, self.initial_buffer = self._initialise() if self.is_chief else self._fetch()
-        self.shard_plan = partition(self.layout, spec.shards or 1)
-        #: all shards of the job; fewer than asked for where the model has fewer blocks
-        self.shards = tuple(range(len(self.shard_plan.shards)))
+        if self.is_chief:
+            self._initialise()
+        else:
+            self._fetch()
         self.parts = Parts.of(
             data.x.rows,
             None if data.valid_x is None else data.valid_x.rows,
@@ -88,37 +103,58 @@ class Host:
             steps=spec.steps,
             seed=spec.seed,
         )
-        key = (self.launch.job, self.generation)
-        self.arena = arenas.acquire(
-            key, lambda: Arena(self.layout, self.initial_buffer, 2 if self.synchronous else 1)
-        )
-        self._open = True
-        with self.arena.lock:
-            if self._stopped is not None:
-                self.arena.stop(self._stopped)
-        self.arena.add_replicas(self.plan.replicas)
-        self._host_shards()
         self.feed = Feed(
             data, self.parts, self.service, spec.seed, spec.shuffle,
             self.launch.settings.call_deadline,
         )  # fmt: skip
         self.feed.open(self.plan.replicas)
-        if self.plan.shards:
-            self.arena.start(f"dtrain-shards-{self.launch.job}")
-        self._wait_for("dtrain_ready", f"job {self.launch.job} to start")
+        answer = self._wait_for(
+            "dtrain_ready", f"job {self.launch.job} to start", shared=self.meeting is not None
+        )
+        self._open_arena(shared=answer["shared"])
+        # A link looks for the shards, and so all of them must be there.
+        self.barrier(0, "opened")
+        self.link = open_link(self)
 
-    def _initialise(self) -> tuple[Layout, Any]:
+    def _layout_known(self, layout: Layout, buffer: Any) -> None:
+        self.layout, self.initial_buffer = layout, buffer
+        self.shard_plan = partition(layout, self.launch.spec.shards or 1)
+        #: all shards of the job; fewer than asked for where the model has fewer blocks
+        self.shards = tuple(range(len(self.shard_plan.shards)))
+
+    def _open_arena(self, *, shared: bool) -> None:
+        def make() -> Arena:
+            if shared and self.meeting is not None:
+                return meeting.join(self, self.meeting)
+            return Arena.private(self.layout, self.initial_buffer, 2 if self.synchronous else 1)
+
+        if not shared and self.meeting is not None and self.is_chief:
+            meeting.leave(self.meeting)
+            self.meeting = None
+        self.arena = arenas.acquire((self.launch.job, self.generation), make)
+        self._open = True
+        with self.arena.lock:
+            if self._stopped is not None:
+                self.arena.stop(self._stopped)
+        self.arena.add_replicas(self.plan.replicas)
+        self._lead()
+        if not shared:
+            self._host_shards()
+            if self.plan.shards:
+                self.arena.start(f"dtrain-shards-{self.launch.job}")
+
+    def _initialise(self) -> None:
         rng = np.random.default_rng(self.launch.spec.seed)
         with calling("init of the model"):
             params = self.model.init(rng)
             layout = Layout.of(params)
         buffer = aligned_bytes(layout.nbytes)
         layout.write(buffer, params)
-        self.layout, self.initial_buffer = layout, buffer
+        self._layout_known(layout, buffer)
+        self.meeting = meeting.call(self)
         self.service.worker.loop.add_callback(self._published.set)
-        return layout, buffer
 
-    def _fetch(self) -> tuple[Layout, Any]:
+    def _fetch(self) -> None:
         settings = self.launch.settings
         until = time.monotonic() + settings.prepare_deadline
         chief = self.launch.chief
@@ -135,7 +171,9 @@ class Host:
                 )
             ).result(settings.prepare_deadline + 1)
             if answer is not None:
-                return Layout.from_dict(answer["layout"]), answer["buffer"]
+                self._layout_known(Layout.from_dict(answer["layout"]), answer["buffer"])
+                self.meeting = meeting.find(answer["meeting"])
+                return
         raise DeadlineError(
             f"the chief, {chief}, has not initialised the variables "
             f"in {settings.prepare_deadline:.0f} s"
@@ -161,22 +199,26 @@ class Host:
             else:
                 hosted = AsyncShard(self.arena, shard, self.optimizer)
             self.arena.shards[index] = hosted
-        if self.is_chief:
-            self.arena.lead = (
-                SyncLead(
-                    Rounds(
-                        self.generation,
-                        0,
-                        len(self.shards),
-                        self.launch.replicas,
-                        plan.members,
-                        lambda step: plan.locate(step)[0],
-                    ),
-                    self._decided,
-                )
-                if self.synchronous
-                else AsyncLead(Cursor(plan, self.generation), self.launch.replicas)
-            )
+
+    def _lead(self) -> None:
+        """The chief has the lead: it runs the machine of the steps, or of the batches."""
+        plan = self.parts.plan
+        if not self.synchronous:
+            self.account = Account()
+        if not self.is_chief:
+            return
+        if not self.synchronous:
+            self.arena.lead = AsyncLead(Cursor(plan, self.generation))
+            return
+        rounds = Rounds(
+            self.generation,
+            0,
+            len(self.shards),
+            self.launch.replicas,
+            plan.members,
+            lambda step: plan.locate(step)[0],
+        )
+        self.account = self.arena.lead = SyncLead(rounds, self._decided)
 
     def _read_from_afar(self) -> bool:
         from dtrain.runtime.worker import service_at
@@ -245,16 +287,45 @@ class Host:
         ).result(deadline + 1)
         return None if found is None else Batch(*found)
 
-    def stepped(self, replica: int) -> None:
-        """Count a local step."""
+    def computing(self, replica: int) -> None:
+        """A replica goes into user code."""
+        self._computing = (replica, time.monotonic())
+
+    def computed(self, replica: int) -> None:
+        """It has come back, with a gradient: a local step more."""
         self._steps[replica] += 1
+        self._computing = None
+
+    def commit(self, contribution: Contribution, epoch: int, age: int, version: int) -> None:
+        """Account for an asynchronous gradient that was applied."""
+        assert isinstance(self.account, Account)
+        with self.arena.lock:
+            self.account.commit(contribution, epoch, age, version)
+
+    def take_account(self) -> dict[str, Any]:
+        """What this host adds to the epoch's record: sums, and the ledger so far."""
+        if self.account is None:
+            return {}
+        with self.arena.lock:
+            totals = self.account.take_totals()
+            return {"train": asdict(totals), "ledger": self.account.ledger.to_dict()}
 
     def close(self) -> None:
-        """Let go of the arena; the last host of the process closes it."""
+        """Let go of everything; the last host of the process closes the arena."""
         with self._closing:
+            if self.link is not None:
+                self.link.close()
+                self.link = None
             if self._open:
                 self._open = False
                 arenas.release((self.launch.job, self.generation))
+            if self.meeting is not None:
+                meeting.leave(self.meeting)
+                self.meeting = None
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Called, from another thread, when the job is to stop."""
+        self._on_stop.append(callback)
 
     # -- with the arena's lock held ------------------------------------------------------------
 
@@ -280,7 +351,7 @@ class Host:
         lead = self.arena.lead
         if lead is None:
             return f"the lead is at {self.launch.chief}"
-        missing = lead.waiting()["missing"]
+        missing = list(lead.rounds.missing())
         return f"waiting for the gradients of replicas {missing}" if missing else "applying"
 
     # -- any thread ----------------------------------------------------------------------------
@@ -290,6 +361,8 @@ class Host:
         if self.arena is not None:
             with self.arena.lock:
                 self.arena.stop(why)
+        for callback in list(self._on_stop):
+            callback()
 
     def stopped_within(self, seconds: float) -> bool:
         """Whether the master stops the job in that time; how a peer's death is told apart."""
@@ -298,26 +371,28 @@ class Host:
             time.sleep(0.02)
         return self._stopped is not None
 
-    def exchanged(self, shard: int, push: Push, into: list[Any]) -> tuple[int, Batch | None]:
-        """Apply an asynchronous gradient at a shard of this process; array maths."""
+    def exchanged(self, shard: int, push: Push, into: list[Any]) -> tuple[int, int, Batch | None]:
+        """Apply an asynchronous gradient at a shard of this process; array maths.
+
+        Returns the shard's version, the age of the gradient, and the replica's next batch if
+        this is the lead shard.
+        """
         hosted = self.arena.shards[shard]
         version, age = hosted.push_pull(push.replica, push.request, push.version, push.grads, into)
         if shard != 0 or push.contribution is None:
-            return version, None
-        c = push.contribution
+            return version, age, None
         with self.arena.lock:
-            lead = self.arena.lead
-            lead.commit(c, Batch(push.epoch, c.part, c.batch), version, age)
-            return version, lead.take(push.replica, push.request, push.epoch)
+            following = self.arena.lead.take(push.replica, push.request, push.epoch)
+        return version, age, following
 
     # -- in the event loop: answering others ---------------------------------------------------
 
-    async def initial(self, wait: float) -> tuple[Layout, Any] | None:
+    async def initial(self, wait: float) -> tuple[Layout, Any, Meeting | None] | None:
         try:
             await asyncio.wait_for(self._published.wait(), wait)
         except TimeoutError:
             return None
-        return self.layout, self.initial_buffer
+        return self.layout, self.initial_buffer, self.meeting
 
     def _arena(self, shard: int) -> Arena:
         if self.arena is None or shard not in self.arena.shards:
@@ -399,26 +474,27 @@ class Host:
         self._arena(shard)
         ranges = self.shard_plan.shards[shard].ranges
         into = [np.empty((r.stop - r.start) // np.dtype(r.dtype).itemsize, r.dtype) for r in ranges]
-        version, batch = self.exchanged(shard, push, into)
+        version, age, batch = self.exchanged(shard, push, into)
         following = None if batch is None else (batch.epoch, batch.part, batch.index)
-        return {"version": version, "next": following, "params": into}
+        return {"version": version, "age": age, "next": following, "params": into}
 
     def summary(self) -> dict[str, Any]:
         """For the heartbeat: small, no lock held long, no array touched."""
+        now = time.monotonic()
+        computing = self._computing
         report: dict[str, Any] = {
             "generation": self.generation,
             "epoch": self.epoch,
             "steps": {str(i): count for i, count in self._steps.items()},
+            "computing": None if computing is None else [computing[0], now - computing[1]],
         }
-        lead = None if self.arena is None else self.arena.lead
-        if lead is not None and self.is_chief:
+        if self.account is not None and self.arena is not None:
             with self.arena.lock:
-                report["lead"] = {
-                    "step": lead.version,
-                    "loss": lead.loss,
-                    "samples": lead.samples,
-                    "ledger": lead.ledger.to_dict(),
-                    "waiting": lead.waiting(),
+                report["account"] = {
+                    "step": self.account.version,
+                    "loss": self.account.loss,
+                    "samples": self.account.samples,
+                    "ledger": self.account.ledger.to_dict(),
                 }
         return report
 

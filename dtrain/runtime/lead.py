@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from dtrain.errors import ProtocolError
-from dtrain.machines.cursor import Commit, Cursor, Plan, Take
+from dtrain.machines.cursor import Cursor, Take
 from dtrain.machines.ledger import Ledger
 from dtrain.machines.rounds import Rounds, Totals
 from dtrain.messages import Batch, Contribution, Pushed, Reduced, Verdict
@@ -57,6 +56,10 @@ class SyncLead:
             for watcher in due:
                 watcher(verdict)
 
+    def verdict(self, step: int) -> Verdict | None:
+        """The recorded verdict of a step, if there is one."""
+        return self.rounds.verdicts.get(step)
+
     def watch(self, step: int, watcher: Callable[[Verdict], None]) -> None:
         """Call ``watcher`` with the verdict of a step, now or once it is recorded."""
         verdict = self.rounds.verdicts.get(step)
@@ -67,69 +70,45 @@ class SyncLead:
         else:
             raise ProtocolError(f"verdict of step {step}: expected step {self.rounds.step}")
 
-    def waiting(self) -> dict[str, Any]:
-        since = self.rounds.since
-        return {
-            "step": self.rounds.step,
-            "missing": list(self.rounds.missing()),
-            "for": 0.0 if since is None else time.monotonic() - since,
-        }
-
 
 class AsyncLead:
-    """Hands out the batches of an asynchronous job and keeps its ledger."""
+    """Hands out the batches of an asynchronous job."""
 
-    def __init__(self, cursor: Cursor, replicas: int) -> None:
+    def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
-        self.plan: Plan = cursor.plan
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch that ends is the job's last."""
+        return self.cursor.exhausted
+
+    def take(self, replica: int, request: int, epoch: int) -> Batch | None:
+        event = Take(self.cursor.generation, replica, request, epoch)
+        return self.cursor.handle(event, time.monotonic())[0]
+
+
+class Account:
+    """What became of the asynchronous gradients of one host's replicas."""
+
+    def __init__(self) -> None:
         self.ledger = Ledger()
-        self.replicas = replicas
+        self.totals = Totals()
         self.version = 0
         self.loss = float("nan")
-        self._totals = Totals()
-        #: replica -> (batches committed, when the last one was)
-        self.progress: dict[int, tuple[int, float]] = {}
 
     @property
     def samples(self) -> int:
         return sum(self.ledger.samples)
 
-    def take(self, replica: int, request: int, epoch: int) -> Batch | None:
-        event = Take(self.cursor.generation, replica, request, epoch)
-        self.progress.setdefault(replica, (0, time.monotonic()))
-        return self.cursor.handle(event, time.monotonic())[0]
-
-    def commit(self, contribution: Contribution, batch: Batch, version: int, age: int) -> None:
-        if self.cursor.out.get(batch):
-            self.ledger.duplicates += 1
-            return
-        self.cursor.handle(Commit(self.cursor.generation, batch), time.monotonic())
-        self.ledger.commit(batch.epoch, contribution.samples, age)
-        self.version = max(self.version, version)
+    def commit(self, contribution: Contribution, epoch: int, age: int, version: int) -> None:
+        """A gradient was applied as update ``version`` of the lead shard."""
+        self.ledger.commit(epoch, contribution.samples, age)
+        self.version = version
         self.loss = contribution.loss
-        self._totals.loss += contribution.loss * contribution.weight
-        self._totals.weight += contribution.weight
-        self._totals.samples += contribution.samples
-        count, _ = self.progress.get(contribution.replica, (0, 0.0))
-        self.progress[contribution.replica] = (count + 1, time.monotonic())
+        self.totals.loss += contribution.loss * contribution.weight
+        self.totals.weight += contribution.weight
+        self.totals.samples += contribution.samples
 
     def take_totals(self) -> Totals:
-        totals, self._totals = self._totals, Totals()
+        totals, self.totals = self.totals, Totals()
         return totals
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the epoch that ends is the job's last."""
-        if self.plan.steps is not None:
-            return self.cursor.handed >= self.plan.steps
-        return self.cursor.epoch + 1 >= self.plan.epochs
-
-    def waiting(self) -> dict[str, Any]:
-        now = time.monotonic()
-        idle = {i: now - last for i, (_, last) in self.progress.items()}
-        slow = sorted(i for i, seconds in idle.items() if seconds > 1.0 and self.cursor.left)
-        return {
-            "step": self.version,
-            "missing": slow,
-            "for": max((idle[i] for i in slow), default=0.0),
-        }

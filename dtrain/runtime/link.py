@@ -1,4 +1,7 @@
-"""What a host's replicas see of the whole model: all shards through their ports, as one."""
+"""What a host's replicas see of the whole model: all shards through their ports, as one.
+
+In shared memory there are no ports: :mod:`dtrain.runtime.transport.shm` has links of its own.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,9 @@ class SyncLink:
             port.settle(step + 1)
         self.version = step + 1
 
+    def close(self) -> None:
+        """Nothing of its own to let go of."""
+
 
 class AsyncLink:
     """Asynchronous: each replica has its own copy of the parameters, replaced shard by shard."""
@@ -93,7 +99,14 @@ class AsyncLink:
 
     def push(self, replica: int, contribution: Contribution, epoch: int) -> Batch | None:
         """Apply the replica's gradient, renew its parameters; returns its next batch."""
-        return self._exchange(replica, contribution, epoch)
+        following, age = self._exchange(replica, contribution, epoch)
+        self._host.commit(contribution, epoch, age, self._versions[replica, 0])
+        return following
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch that ends is the job's last; at the chief."""
+        return bool(self._host.arena.lead.exhausted)
 
     def pull(self, replica: int) -> None:
         """Renew the replica's parameters."""
@@ -101,7 +114,7 @@ class AsyncLink:
 
     def _exchange(
         self, replica: int, contribution: Contribution | None, epoch: int
-    ) -> Batch | None:
+    ) -> tuple[Batch | None, int]:
         request = self._requests[replica]
         if contribution is not None:
             self._requests[replica] += 1
@@ -110,9 +123,13 @@ class AsyncLink:
             version = self._versions[replica, shard]
             push = Push(replica, request, version, contribution, epoch, grads)
             self._ports[shard].start(push, self._into[replica, shard])
-        following = None
+        following, lead_age = None, 0
         for shard in self._order:
-            version, batch = self._ports[shard].finish(replica)
+            version, age, batch = self._ports[shard].finish(replica)
             self._versions[replica, shard] = version
-            following = batch if shard == 0 else following
-        return following
+            if shard == 0:
+                following, lead_age = batch, age
+        return following, lead_age
+
+    def close(self) -> None:
+        """Nothing of its own to let go of."""

@@ -45,6 +45,7 @@ from dtrain.machines.jobs import (
 )
 from dtrain.machines.jobs import Launch as LaunchCommand
 from dtrain.machines.jobs import Stop as StopCommand
+from dtrain.machines.ledger import Ledger
 from dtrain.machines.membership import Beat, Hello, Joined, Left, Membership
 from dtrain.messages import Failure
 from dtrain.runtime.data import ArrayRef
@@ -78,12 +79,29 @@ class Record:
         self.futures: dict[str, Future] = {}
         self.watchers: list[asyncio.Task[Any]] = []
         self.changed = asyncio.Condition()
-        self.progress: dict[str, Any] = {}
+        #: address -> the host's last summary, and when it came
+        self.reports: dict[str, dict[str, Any]] = {}
         self.created = time.time()
 
     @property
     def id(self) -> str:
         return self.machine.id
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Of the hosts' last summaries: step, loss, samples, ledger, and when they came."""
+        found = [r for r in self.reports.values() if "account" in r]
+        if not found:
+            return {}
+        accounts = [r["account"] for r in found]
+        losses = [a["loss"] for a in accounts if a["loss"] == a["loss"]]
+        return {
+            "step": max(a["step"] for a in accounts),
+            "loss": sum(losses) / len(losses) if losses else None,
+            "samples": sum(a["samples"] for a in accounts),
+            "ledger": Ledger.total(a["ledger"] for a in accounts).to_dict(),
+            "at": max(r["at"] for r in found),
+        }
 
 
 class Master(SchedulerPlugin):
@@ -206,18 +224,18 @@ class Master(SchedulerPlugin):
                 summary = ws.metrics.get("dtrain")
                 if summary is not None and summary is not member.summary:
                     self.membership.handle(Beat(address, summary), now)
-                    self._progress(summary)
+                    self._progress(address, summary)
             for record in list(self.jobs.values()):
                 self._handle(record, Tick())
                 ended = record.machine.ended
                 if ended is not None and now - ended > self.settings.result_ttl:
                     del self.jobs[record.id]
 
-    def _progress(self, summary: Mapping[str, Any]) -> None:
+    def _progress(self, address: str, summary: Mapping[str, Any]) -> None:
         for job, report in summary.items():
             record = self.jobs.get(job)
-            if record is not None and "lead" in report and not record.machine.terminal:
-                record.progress = {**report["lead"], "epoch": report["epoch"], "at": self._now()}
+            if record is not None and not record.machine.terminal:
+                record.reports[address] = {**report, "at": self._now()}
 
     # -- acting on the machines ----------------------------------------------------------------
 
@@ -503,19 +521,29 @@ class Master(SchedulerPlugin):
             return f"waiting for {names} to get ready, for {spent:.1f} s"
         if machine.state is State.STOPPING:
             return f"stopping, waiting for {names}, for {spent:.1f} s"
-        waiting = record.progress.get("waiting")
-        if machine.state is State.RUNNING and waiting and waiting["missing"]:
-            seconds = waiting["for"] + self._now() - record.progress["at"]
-            if waiting["for"] >= self.settings.stall:
-                where = {str(i): str(h) for h in machine.hosts for i in h.replicas}
-                who = ", ".join(
-                    f"replica {i} on {where.get(str(i), '?')}" for i in waiting["missing"]
-                )
-                return f"step {waiting['step']} waits for {who}, for {seconds:.1f} s"
+        if machine.state is State.RUNNING:
+            slow = self._computing_long(record)
+            if slow:
+                step = record.progress.get("step", 0)
+                return f"step {step} waits for {' and '.join(slow)}"
         for (epoch, phase), payloads in machine.reached.items():
             late = [str(h) for h in machine.hosts if h.replicas and h.address not in payloads]
             return f"the end of epoch {epoch + 1} ({phase}) waits for {', '.join(late)}"
         return "it is running; nobody waits"
+
+    def _computing_long(self, record: Record) -> list[str]:
+        """The replicas that have been in user code for longer than a stall, in words."""
+        now = self._now()
+        found = []
+        for host in record.machine.hosts:
+            report = record.reports.get(host.address)
+            if report is None or report["computing"] is None:
+                continue
+            replica, seconds = report["computing"]
+            if seconds >= self.settings.stall:
+                spent = seconds + now - report["at"]
+                found.append(f"replica {replica} on {host}, computing for {spent:.1f} s")
+        return found
 
     # -- handlers for hosts --------------------------------------------------------------------
 
@@ -529,11 +557,16 @@ class Master(SchedulerPlugin):
             member = self.membership.members[address]
             logger.warning("%s cannot train: %s", member, member.problem)
 
-    async def ready(self, job: str, generation: int, address: str, wait: float) -> dict[str, Any]:
+    async def ready(
+        self, job: str, generation: int, address: str, shared: bool, wait: float
+    ) -> dict[str, Any]:
         record = self._record(job)
-        self._handle(record, HostReady(generation, address))
+        self._handle(record, HostReady(generation, address, shared))
         return await self._answer(
-            record, wait, lambda m: m.state in (State.RUNNING, State.STOPPING), lambda m: {}
+            record,
+            wait,
+            lambda m: m.state in (State.RUNNING, State.STOPPING),
+            lambda m: {"shared": m.shared},
         )
 
     async def barrier(
@@ -547,7 +580,7 @@ class Master(SchedulerPlugin):
         wait: float,
     ) -> dict[str, Any]:
         record = self._record(job)
-        if record.machine.host(address).replicas:
+        if record.machine.host(address).replicas or phase == "opened":
             self._handle(record, Reached(generation, address, epoch, phase, payload))
         key = (epoch, phase)
         return await self._answer(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ from dtrain.runtime.arena import Stopped
 from dtrain.runtime.blas import one_thread
 from dtrain.runtime.host import Host
 from dtrain.runtime.launch import Launch
-from dtrain.runtime.link import AsyncLink, SyncLink
 from dtrain.runtime.modelfile import Saved, save
 from dtrain.runtime.shards import StepRefused, describe_culprit, finite
+from dtrain.runtime.transport import AsyncLink, SyncLink
 from dtrain.runtime.usercode import UserCodeError, calling, describe
 from dtrain.runtime.worker import service_at
 
@@ -72,6 +71,7 @@ def run_host(launch: Launch) -> dict[str, Any] | None:
             ).result(deadline + 1)
         return None
     finally:
+        host.left.set()
         service.release(host)
 
 
@@ -111,7 +111,7 @@ class Trainer:
 
     def _train_sync(self) -> dict[str, Any] | None:
         host, plan = self.host, self.plan
-        link = SyncLink(host)
+        link: SyncLink = host.link
         for step in range(plan.total_steps):
             host.check()
             epoch, index = plan.locate(step)
@@ -124,7 +124,6 @@ class Trainer:
                     contributions.append(
                         self._compute(replica, step, batch, link.params, link.grads(replica))
                     )
-                    host.stepped(replica)
             self._read_ahead(step + 1)
             link.exchange(tuple(contributions))
             if plan.ends_epoch(step):
@@ -145,7 +144,7 @@ class Trainer:
 
     def _train_async(self) -> dict[str, Any] | None:
         host = self.host
-        link = AsyncLink(host)
+        link: AsyncLink = host.link
         replicas = host.plan.replicas
         epoch = 0
         while True:
@@ -158,8 +157,7 @@ class Trainer:
             # All gradients of the epoch are applied everywhere once all hosts are here.
             host.barrier(epoch, "trained")
             link.pull(replicas[0])
-            lead = host.arena.lead if host.is_chief else None
-            last = lead is not None and lead.exhausted
+            last = host.is_chief and link.exhausted
             version, params = link.version(replicas[0]), link.params(replicas[0])
             if self._evaluate(epoch, version, params, last=last):
                 return self._result(params, version)
@@ -177,7 +175,6 @@ class Trainer:
             sound = all(finite(grad.reshape(-1)) for grad in grads.values())
         if not sound or not math.isfinite(contribution.loss):
             raise StepRefused(describe_culprit(contribution, step))
-        self.host.stepped(replica)
         return link.push(replica, contribution, batch.epoch)
 
     # -- both ----------------------------------------------------------------------------------
@@ -201,6 +198,7 @@ class Trainer:
                 if self._wants_rng
                 else None
             )
+        self.host.computing(replica)
         where = f"replica {replica}, step {step}, partition {batch.part}, batch {batch.index}"
         try:
             answer = self.model.loss_and_grads(params, (x, y), **kwargs)
@@ -208,6 +206,7 @@ class Trainer:
             raise UserCodeError(f"loss_and_grads of the model: {where}") from error
         with calling(f"loss_and_grads of the model: {where}"):
             loss = self._accept(answer, out)
+        self.host.computed(replica)
         samples = len(x)
         weight = samples / self.plan.batch_size
         return Contribution(replica, weight, samples, loss, batch.part, batch.index)
@@ -244,10 +243,7 @@ class Trainer:
                 for replica in host.plan.replicas
                 if (sums := self._validate(replica, params)) is not None
             }
-        if host.is_chief:
-            with host.arena.lock:
-                payload["train"] = asdict(host.arena.lead.take_totals())
-                payload["ledger"] = host.arena.lead.ledger.to_dict()
+        payload.update(host.take_account())
         return host.barrier(epoch, "evaluated", payload)
 
     def _validate(self, part: int, params: Mapping[str, Any]) -> dict[str, list[float]] | None:

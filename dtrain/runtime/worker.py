@@ -22,6 +22,7 @@ from dtrain.errors import DataError, FencedError
 from dtrain.messages import Contribution, Push, Reduced
 from dtrain.runtime.data import read_rows
 from dtrain.runtime.rpc import answering, ask
+from dtrain.runtime.transport.meeting import describe
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from dtrain.runtime.launch import Launch
 
 logger = logging.getLogger("dtrain.worker")
+
+#: Seconds that a replica has to leave its loop when its worker closes; Dask gives it about 4.
+_LEAVE = 2.0
 
 #: The services of this process, by their worker's address: several workers may share a process.
 _services: weakref.WeakValueDictionary[str, WorkerService] = weakref.WeakValueDictionary()
@@ -84,12 +88,19 @@ class WorkerService:
         _services.pop(self.address, None)
         for host in list(self.hosts.values()):
             host.stop("its worker is closing")
-            await offload(host.close)
+            # What a thread still looks at is not closed under it; the process goes soon anyway.
+            if await offload(lambda host=host: host.left.wait(_LEAVE)):
+                await offload(host.close)
         self.hosts.clear()
 
     async def summary(self, worker: Any) -> dict[str, Any]:
         """What the heartbeat carries to the master, free of charge."""
         return {job: host.summary() for job, host in self.hosts.items()}
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that Dask allows the worker; None: no limit."""
+        return self.worker.memory_manager.memory_limit or None
 
     # -- for the threads of replicas -----------------------------------------------------------
 
@@ -228,8 +239,12 @@ class WorkerService:
         values = await host.initial(wait)
         if values is None:
             return None
-        layout, buffer = values
-        return {"layout": layout.to_dict(), "buffer": to_serialize(buffer)}
+        layout, buffer, met = values
+        return {
+            "layout": layout.to_dict(),
+            "buffer": to_serialize(buffer),
+            "meeting": describe(met),
+        }
 
     async def push(
         self,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import DataError, FencedError
-from dtrain.machines.cursor import Commit, Cursor, Plan, Take, cuts, order, split
+from dtrain.machines.cursor import Cursor, Plan, Take, cuts, order, split
 from dtrain.messages import Batch
 from tests.machines.helpers import refuses
 from tests.sim import state_of
@@ -167,7 +167,6 @@ class Replicas:
         self.request = dict.fromkeys(range(cursor.plan.replicas), 0)
         #: replica -> its epoch's answers so far; None at the end: it has no more
         self.answers = {i: [] for i in self.request}
-        self.uncommitted = {}
         self.taken = []
 
     def take(self, i, epoch):
@@ -181,30 +180,22 @@ class Replicas:
         self.answers[i].append(batch)
         if batch is not None:
             assert batch.epoch == epoch
-            self.uncommitted[i] = batch
             self.taken.append(batch)
-
-    def commit(self, i):
-        batch = self.uncommitted.pop(i)
-        for _ in range(self.rng.choice([1, 1, 2])):
-            assert self.cursor.handle(Commit(1, batch), 0.0) == []
 
     def epoch(self, epoch):
         """Run an epoch in a random order; returns its batches."""
         self.taken = []
         active = set(self.request)
-        while active or self.uncommitted:
-            i = self.rng.choice(sorted(active | set(self.uncommitted)))
-            if i in self.uncommitted:
-                assert not self.cursor.drained
-                self.commit(i)
+        while active:
+            i = self.rng.choice(sorted(active))
+            self.take(i, epoch)
+            # Asking anew says that the batch before is applied.
+            if self.answers[i][-1] is None:
+                active.discard(i)
             else:
-                self.take(i, epoch)
-                if self.answers[i][-1] is None:
-                    active.discard(i)
+                assert not self.cursor.drained
         assert self.cursor.drained
-        assert self.cursor.left == 0
-        assert self.cursor.committed == len(self.taken)
+        assert self.cursor.left == self.cursor.open == 0
         return self.taken
 
 
@@ -258,30 +249,45 @@ def test_a_replica_takes_its_own_part_in_order_then_from_the_end_of_the_fullest(
     assert take(cursor, 2, 1) == Batch(0, 2, 1)
     assert take(cursor, 2, 2) == Batch(0, 1, 1)
     assert cursor.left == 0
-    assert [take(cursor, i, n) for i, n in ((0, 8), (1, 1), (2, 3))] == [None] * 3
+    assert [take(cursor, i, n) for i, n in ((0, 8), (1, 1))] == [None] * 2
     assert not cursor.drained
+    assert take(cursor, 2, 3) is None
+    assert cursor.drained
 
 
 def drained():
     """A cursor whose first epoch is over, of two replicas with one batch each."""
     cursor = Cursor(Plan(rows=4, replicas=2, batch_size=2, epochs=2), 1)
-    for batch in [take(cursor, 0, 0), take(cursor, 1, 0)]:
-        cursor.handle(Commit(1, batch), 0.0)
+    assert None not in [take(cursor, 0, 0), take(cursor, 1, 0)]
     assert [take(cursor, 0, 1), take(cursor, 1, 1)] == [None, None]
     assert cursor.drained
     return cursor
 
 
-def test_a_new_epoch_begins_only_when_all_of_the_last_is_committed():
+def test_a_new_epoch_begins_only_when_all_of_the_last_is_applied():
     cursor = Cursor(Plan(rows=4, replicas=2, batch_size=2, epochs=2), 1)
-    batches = [take(cursor, 0, 0), take(cursor, 0, 1)]
     early = Take(1, 1, 0, 1)
-    refuses(cursor, early, match="epoch 0 has 0 batches left and 0 committed")
-    cursor.handle(Commit(1, batches[0]), 0.0)
-    refuses(cursor, early, match="1 committed")
-    cursor.handle(Commit(1, batches[1]), 0.0)
+    refuses(cursor, early, match="epoch 0 has 2 batches left and 0 open")
+    take(cursor, 0, 0)
+    refuses(cursor, early, match="1 batches left and 1 open")
+    take(cursor, 0, 1)
+    refuses(cursor, early, match="0 batches left and 1 open")
+    assert take(cursor, 0, 2) is None
     assert cursor.handle(early, 0.0) == [Batch(1, 1, 0)]
     assert cursor.epoch == 1
+
+
+def test_a_cursor_goes_on_from_the_state_of_another():
+    """Whoever shares the numbers shares the cursor."""
+    plan = Plan(rows=40, replicas=3, batch_size=3, epochs=2)
+    words = memoryview(bytearray(8 * Cursor.words(3))).cast("q")
+    alone, first, second = Cursor(plan, 1), Cursor(plan, 1, words), Cursor(plan, 1, words)
+    for n in range(4):
+        for i in range(3):
+            shared = (first, second)[(n + i) % 2]
+            assert take(shared, i, n) == take(alone, i, n)
+            assert take(first, i, n) == take(second, i, n)
+    assert list(words) == list(alone.state)
 
 
 def test_a_retry_is_answered_across_the_end_of_an_epoch():
@@ -302,8 +308,6 @@ def test_a_retry_is_answered_across_the_end_of_an_epoch():
         (Take(1, -1, 0, 0), r"one of 0\.\.1"),
         (Take(1, 0, 2, 2), "asks for epoch 2"),
         (Take(1, 2, 0, 1), r"one of 0\.\.1"),
-        (Commit(1, Batch(0, 0, 1)), "handed out"),
-        (Commit(1, Batch(1, 0, 0)), "handed out"),
     ],
 )
 def test_illegal_events_change_nothing(event, match):
@@ -315,9 +319,8 @@ def test_nothing_of_a_past_epoch_is_handed_out():
     assert take(cursor, 0, 2, epoch=1) == Batch(1, 0, 0)
     # A request of the epoch before must not get a batch of this one.
     refuses(cursor, Take(1, 1, 2, 0), match="asks for epoch 0: epoch 1")
-    refuses(cursor, Commit(1, Batch(0, 1, 0)), match="handed out")
 
 
-@pytest.mark.parametrize("event", [Take(0, 0, 2, 1), Take(2, 0, 1, 0), Commit(0, Batch(0, 0, 0))])
+@pytest.mark.parametrize("event", [Take(0, 0, 2, 1), Take(2, 0, 1, 0)])
 def test_another_generation_is_fenced(event):
     refuses(drained(), event, FencedError, match="expected generation 1")

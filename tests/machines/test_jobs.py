@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -31,6 +32,7 @@ from dtrain.machines.jobs import (
     Tick,
     WorkerLost,
 )
+from dtrain.machines.ledger import Ledger
 from dtrain.messages import Failure
 from tests.machines.helpers import ignores, refuses
 from tests.sim import state_of
@@ -42,7 +44,7 @@ SECOND = HostPlan("b:1", "bert", (1, 2), ())
 SHARDS = HostPlan("c:1", "", (), (1,))
 HOSTS = (CHIEF, SECOND, SHARDS)
 A, B, C = (host.address for host in HOSTS)
-LEDGER = {"applied": 3, "samples": [8]}
+LEDGER = Ledger(applied=3, samples=[8], staleness=Counter({0: 3})).to_dict()
 LIVE = [state for state in State if state not in TERMINAL]
 
 

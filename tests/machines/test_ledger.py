@@ -45,3 +45,15 @@ def test_what_was_told_does_not_change_later():
     again = Ledger.from_dict(told)
     again.commit(1, 5, 0)
     assert told["samples"] == [3]
+
+
+def test_accounts_of_several_hosts_add_up():
+    first, second = Ledger(), Ledger()
+    first.commit(0, 8, age=0)
+    first.commit(1, 4, age=2)
+    second.commit(0, 5, age=2)
+    second.duplicates = 3
+    whole = Ledger.total([first.to_dict(), second.to_dict()])
+    assert (whole.applied, whole.duplicates, whole.samples) == (3, 3, [13, 4])
+    assert dict(whole.staleness) == {0: 1, 2: 2}
+    assert Ledger.total([]) == Ledger()

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.machines.cursor import Cursor, Plan, Take
+from dtrain.machines.cursor import Cursor, Plan
 from dtrain.machines.jobs import HostDone, JobMachine, Launched, Reached, State, WorkerLost
 from dtrain.machines.rounds import Rounds
 from dtrain.machines.shard import Phase, ShardMachine
@@ -220,10 +220,10 @@ class ForgetsAnswers(Cursor):
     """Who asks again gets another batch."""
 
     def handle(self, event, now):
-        if isinstance(event, Take):
-            number, answer = self.answers.get(event.replica, (-1, None))
-            if number == event.request and answer is not None:
-                self.answers[event.replica] = (number - 1, None)
+        at = self._replicas + event.replica * 5
+        requests, answered = self.state[at], self.state[at + 1]
+        if requests - 1 == event.request and answered:
+            self.state[at], self.state[at + 1] = requests - 1, 0
         return super().handle(event, now)
 
 
@@ -231,17 +231,19 @@ class StealsWithoutTaking(Cursor):
     """The stolen batch stays with its owner."""
 
     def _next(self, replica):
-        rest = [list(x) for x in self.rest]
+        state = list(self.state)
         batch = super()._next(replica)
         if batch.part != replica:
-            self.rest = rest
+            self.state[:] = state
         return batch
 
 
 class HandsOutOneLess(Cursor):
-    def _fill(self):
-        super()._fill()
-        self.rest[-1][1] -= self.rest[-1][1] > 1
+    """Believes that a batch is gone which nobody has had."""
+
+    @property
+    def left(self):
+        return max(0, super().left - (self.handed < self.plan.batches_per_epoch))
 
 
 class SettlesWithTheFirst(JobMachine):

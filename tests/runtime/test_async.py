@@ -8,6 +8,8 @@ import pytest
 import dtrain
 from dtrain.models import MLP, Linear
 
+from .conftest import processes
+
 
 def check_digits(digits, client):
     X, y = digits
@@ -39,8 +41,10 @@ def test_digits(digits, threaded):
 
 
 @pytest.mark.cluster
-def test_digits_on_processes(digits, forked):
-    check_digits(digits, forked)
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_digits_on_processes(digits, transport):
+    with processes(2, **{"dtrain.transport": transport}) as client:
+        check_digits(digits, client)
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (1, 3), (5, 2), (2, 4)])

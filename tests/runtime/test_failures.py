@@ -264,9 +264,10 @@ def test_two_jobs_at_once_get_the_results_of_one(threaded):
 @pytest.mark.cluster
 @pytest.mark.parametrize("mode", [dtrain.Sync(), dtrain.Async()])
 @pytest.mark.parametrize("which", ["chief", "other"])
-def test_a_killed_worker_ends_the_job_and_is_named(mode, which):
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_a_killed_worker_ends_the_job_and_is_named(mode, which, transport):
     """Never a hang; the cluster takes the next job when the worker is back."""
-    with processes(2) as client:
+    with processes(2, **{"dtrain.transport": transport}) as client:
         handle = endless(client, mode=mode)
         where = handle.status()["replicas"]
         victim = where["0" if which == "chief" else "1"]

@@ -45,9 +45,11 @@ def test_shards(digits, threaded, base, shards):
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["auto", "comm"])
 @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)])
-def test_worker_processes(digits, base, workers, threads):
-    with processes(workers, threads) as client:
+def test_worker_processes(digits, base, workers, threads, transport):
+    """Shared memory between them, and the network between them."""
+    with processes(workers, threads, **{"dtrain.transport": transport}) as client:
         assert bits(job(digits, client)) == base
         assert bits(job(digits, client, shards=3)) == base
 

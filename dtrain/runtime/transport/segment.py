@@ -95,8 +95,9 @@ class Segment:
         """
         problem: OSError | None = None
         for base in (None, tempfile.gettempdir()):
+            sweep(directory(base))
+            # Made again: a sweep, or another job's end, removes an empty one.
             place = directory(base)
-            sweep(place)
             # The job's id is made of letters, digits and dashes by the master.
             path = place / f"{job}-{secrets.token_hex(8)}"
             try:
@@ -159,6 +160,9 @@ def unlink(path: Path) -> None:
     """Remove a segment and what lies beside it; those who have it mapped keep it."""
     for file in (path, *path.parent.glob(f"{path.name}.*")):
         file.unlink(missing_ok=True)
+    # The directory goes with the last one in it.
+    with suppress(OSError):
+        path.parent.rmdir()
 
 
 def sweep(place: Path) -> list[str]:

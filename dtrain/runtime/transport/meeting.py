@@ -1,0 +1,103 @@
+"""Whether the hosts of a job share a machine, and where they meet if they do.
+
+The chief makes the shared file before anybody asks for the parameters, and its whereabouts
+travel with them.  A host that can open the very file says so to the master; only if all can is
+it used.  Names of machines have no part in it: containers share or hide them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.errors import StorageError
+from dtrain.runtime.transport import segment, shm
+
+if TYPE_CHECKING:
+    from dtrain.runtime.host import Host
+
+#: The share of a worker's memory limit that the arena may take: Dask counts it as the worker's,
+#: and pauses the worker at 80 %.
+_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the shared file is, and how to know that it is the one."""
+
+    path: str
+    nbytes: int
+    token: bytes
+
+
+def call(host: Host) -> Meeting | None:
+    """By the chief: make the file and put the first version in it; None: not worth trying.
+
+    Raises StorageError if there is no room for it, or if the workers' limits are too small.
+    """
+    from dtrain.runtime.worker import service_at
+
+    elsewhere = [h for h in host.launch.hosts if service_at(h.address) is None]
+    wanted = host.launch.settings.transport == "auto" and segment.ORDERED
+    if not elsewhere or not wanted or sys.platform == "win32":
+        return None
+    plan = _plan(host)
+    _check_limit(host, plan.nbytes)
+    made = segment.Segment.create(host.launch.job, plan.nbytes)
+    try:
+        shm.initialise(made.memory, plan, host.layout, host.optimizer, host.initial_buffer)
+        return Meeting(str(made.path), plan.nbytes, made.token)
+    finally:
+        made.close()
+
+
+def find(described: dict[str, Any] | None) -> Meeting | None:
+    """By the others: the meeting that the chief has told of, if it can be reached from here."""
+    if described is None:
+        return None
+    found = Meeting(**described)
+    return found if segment.shares(found.path, found.nbytes, found.token) else None
+
+
+def describe(meeting: Meeting | None) -> dict[str, Any] | None:
+    return None if meeting is None else asdict(meeting)
+
+
+def join(host: Host, meeting: Meeting) -> shm.SharedArena:
+    """Map the file; all hosts have said that they can."""
+    _check_limit(host, meeting.nbytes)
+    return shm.SharedArena(
+        host.layout,
+        host.optimizer,
+        host.shard_plan,
+        host.launch.replicas,
+        segment.Segment(Path(meeting.path), meeting.nbytes),
+        sync=host.synchronous,
+    )
+
+
+def leave(meeting: Meeting) -> None:
+    """The job is over here: the file goes; whoever has it mapped keeps it."""
+    segment.unlink(Path(meeting.path))
+
+
+def _plan(host: Host) -> shm.Plan:
+    return shm.Plan(
+        host.layout,
+        host.optimizer,
+        host.launch.replicas,
+        len(host.shards),
+        sync=host.synchronous,
+    )
+
+
+def _check_limit(host: Host, nbytes: int) -> None:
+    limit = host.service.memory_limit
+    if limit and nbytes > _SHARE * limit:
+        raise StorageError(
+            f"the shared memory of the job takes {nbytes / 1e9:.2f} GB (parameters, optimizer "
+            f"slots and gradients), which Dask counts as each worker's own: expected at most "
+            f"{_SHARE:.0%} of the memory limit of {host.plan}, {limit / 1e9:.2f} GB"
+        )

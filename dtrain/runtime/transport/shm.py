@@ -1,0 +1,419 @@
+"""Shared memory between the processes of one machine: nothing is copied, nothing is sent.
+
+All hosts of the job map one file.  Parameters are read in place, gradients are written in place;
+what crosses is a flag and the ring of a doorbell.  A step goes like this:
+
+1. a replica has computed into its gradient, writes its line of the header, then its flag, and
+   rings the others;
+2. whoever waits and sees all flags claims a shard by its lock, sums and applies it into the
+   other buffer, and sets the shard's flag;
+3. the lead, once all shards' flags are set, records the verdict and then the version, and rings.
+
+Flags are plain stores: only where stores are seen in their order (x86-64) is this transport
+used.  A process that dies in step 2 lets go of its lock, and the next one does the shard again:
+it reads one buffer and writes the other, so doing it twice does no harm.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrain.arrays import ALIGNMENT, aligned_bytes, quiet
+from dtrain.errors import ProtocolError
+from dtrain.layout import Layout
+from dtrain.machines.cursor import Cursor, Take
+from dtrain.messages import Batch, Contribution, Pushed, Reduced
+from dtrain.optim import Optimizer
+from dtrain.partition import ShardPlan
+from dtrain.runtime.arena import Arena, frozen
+from dtrain.runtime.shards import StepRefused, Updater, cut, describe_culprit
+from dtrain.runtime.transport.segment import TOKEN, Bells, Locks, Segment
+
+if TYPE_CHECKING:
+    from dtrain.runtime.host import Host
+
+_WORD = 8
+#: Words of a line: a cache line, so that no two writers share one.
+_LINE = ALIGNMENT // _WORD
+
+# The words of a replica's line.
+_PUSHED, _SAMPLES, _PART, _BATCH, _WEIGHT, _LOSS = range(6)
+# The words of a shard's line.
+_REDUCED, _CULPRIT, _SHARD_VERSION = range(3)
+#: What a shard's line says where no gradient is to blame, and where only their sum is.
+_SOUND, _OVERFLOW = -2, -1
+
+
+class Plan:
+    """Where everything lies in the file; the same in every process.
+
+    Header (token, version, a line per replica, a line per shard, the cursor), then the buffers
+    of parameters, the buffers of each slot, and in sync mode a gradient per replica.
+    """
+
+    def __init__(
+        self, layout: Layout, optimizer: Optimizer, replicas: int, shards: int, *, sync: bool
+    ) -> None:
+        self.replicas = replicas
+        self.shards = shards
+        self.version = TOKEN // _WORD + _LINE
+        self.replica_line = self.version + _LINE
+        self.shard_line = self.replica_line + replicas * _LINE
+        self.cursor = self.shard_line + shards * _LINE
+        self.cursor_words = Cursor.words(replicas)
+        header = (self.cursor + self.cursor_words) * _WORD
+        self.header = -(-header // 4096) * 4096
+        self.buffers = 2 if sync else 1
+        size = -(-layout.nbytes // 4096) * 4096
+        self.params = [self.header + i * size for i in range(self.buffers)]
+        at = self.header + self.buffers * size
+        self.slots: list[dict[str, int]] = []
+        for _ in range(self.buffers):
+            self.slots.append({name: at + k * size for k, name in enumerate(optimizer.slots)})
+            at += len(optimizer.slots) * size
+        self.grads = [at + i * size for i in range(replicas if sync else 0)]
+        self.nbytes = at + len(self.grads) * size
+
+
+def initialise(memory: Any, plan: Plan, layout: Layout, optimizer: Optimizer, initial: Any) -> None:
+    """By the chief, before anybody else looks: the first version of everything."""
+    at = plan.params[0]
+    memory[at : at + layout.nbytes] = initial
+    for name, at in plan.slots[0].items():
+        buffer = memory[at : at + layout.nbytes]
+        for segment in layout.segments:
+            buffer[segment.start : segment.stop].view(segment.dtype)[:] = optimizer.initial[name]
+    words = memory[: plan.header].view(np.int64)
+    for shard in range(plan.shards):
+        words[plan.shard_line + shard * _LINE + _CULPRIT] = _SOUND
+
+
+class SharedArena(Arena):
+    """One process's view of the file, and its way to wait for the others."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: Optimizer,
+        shards: ShardPlan,
+        replicas: int,
+        segment: Segment,
+        *,
+        sync: bool,
+    ) -> None:
+        self.plan = Plan(layout, optimizer, replicas, len(shards.shards), sync=sync)
+        self.segment = segment
+        memory = segment.memory
+        size = layout.nbytes
+        super().__init__(layout, [memory[at : at + size] for at in self.plan.params])
+        self.optimizer = optimizer
+        self.shard_plan = shards
+        self.sync = sync
+        header = memory[: self.plan.header]
+        self.words = memoryview(header.data).cast("q")
+        self.reals = memoryview(header.data).cast("d")
+        self.slots = [
+            {name: memory[at : at + size] for name, at in slots.items()}
+            for slots in self.plan.slots
+        ]
+        self.flat_grads = [memory[at : at + size] for at in self.plan.grads]
+        #: one per shard, and the last one for the cursor
+        self.locks = Locks(segment.path, len(shards.shards) + 1)
+
+    def add_replicas(self, replicas: Any) -> None:
+        if not self.sync:
+            super().add_replicas(replicas)
+            return
+        for replica in replicas:
+            self.grads[replica] = self.flat_grads[replica]
+            self.grad_views[replica] = self.layout.views(self.flat_grads[replica])
+
+    def updater(self, shard: int) -> Updater:
+        ranges = self.shard_plan.shards[shard].ranges
+        slots = [
+            [
+                {name: buffer[r.start : r.stop].view(r.dtype) for name, buffer in slots.items()}
+                for r in ranges
+            ]
+            for slots in self.slots
+        ]
+        params = [cut(buffer, ranges) for buffer in self.buffers]
+        return Updater(ranges, self.optimizer, self.plan.replicas, params, slots)
+
+    def close(self, deadline: float = 5.0) -> None:
+        super().close(deadline)
+        self.locks.close()
+        # Drop what looks into the file, so that it is unmapped here.
+        self.words.release()
+        self.reals.release()
+        self.buffers, self.views, self.slots, self.flat_grads = [], [], [], []
+        self.grads, self.grad_views = {}, {}
+        self.segment.close()
+
+
+class _Link:
+    """What the two kinds of link share: the arena, the doorbell, the way to wait."""
+
+    def __init__(self, host: Host) -> None:
+        assert isinstance(host.arena, SharedArena)
+        self._host = host
+        self._arena = host.arena
+        self._words = host.arena.words
+        self._reals = host.arena.reals
+        self._plan = host.arena.plan
+        hosts = [h.address for h in host.launch.hosts]
+        self._bells = Bells(host.arena.segment.path, hosts.index(host.plan.address), len(hosts))
+        self._mutex = threading.Lock()
+        self._closed = False
+        host.on_stop(self._wake)
+
+    def _wake(self) -> None:
+        """From another thread: the job is to stop."""
+        with self._mutex:
+            if not self._closed:
+                self._bells.ring_mine()
+
+    def close(self) -> None:
+        with self._mutex:
+            self._closed = True
+            self._bells.close()
+
+
+class SyncLink(_Link):
+    """Synchronous steps in the shared file."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.version = 0
+        shards = range(self._plan.shards)
+        # Our own shards first: each host begins with others than its neighbours.
+        self._order = sorted(shards, key=lambda s: (s not in host.plan.shards, s))
+        self._updaters = {s: self._arena.updater(s) for s in shards}
+        self._leaves = {
+            s: {
+                i: cut(buffer, self._arena.shard_plan.shards[s].ranges)
+                for i, buffer in enumerate(self._arena.flat_grads)
+            }
+            for s in shards
+        }
+        hosts = host.launch.hosts
+        self._lead = host.arena.lead
+        self._chief = next(n for n, h in enumerate(hosts) if h.address == host.launch.chief.address)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Read-only views of the version that the next step reads."""
+        return self._arena.views[self.version % 2]
+
+    def grads(self, replica: int) -> Mapping[str, Any]:
+        """The views to write a replica's gradient to."""
+        return self._arena.grad_views[replica]
+
+    def exchange(self, contributions: tuple[Contribution, ...]) -> None:
+        """Hand over the gradients of this step; returns when the next version can be read."""
+        step = self.version
+        words, reals = self._words, self._reals
+        for c in contributions:
+            line = self._plan.replica_line + c.replica * _LINE
+            words[line + _SAMPLES] = c.samples
+            words[line + _PART] = c.part
+            words[line + _BATCH] = c.batch
+            reals[line + _WEIGHT] = c.weight
+            reals[line + _LOSS] = c.loss
+            # The flag last: who sees it sees all that was stored before, the gradient too.
+            words[line + _PUSHED] = step + 1
+        if contributions:
+            self._bells.ring_others()
+        members = self._host.parts.plan.members(step)
+        self._bells.wait(
+            lambda: self._turn(step, members),
+            self._arena.check,
+            self._host.launch.settings.step_deadline,
+            lambda: f"step {step} has not committed; {self._why(step, members)}",
+        )
+        self.version = step + 1
+
+    def _turn(self, step: int, members: tuple[int, ...]) -> bool:
+        """Do what there is to do for this step; returns whether it has committed."""
+        words = self._words
+        if words[self._plan.version] > step:
+            return True
+        first = self._plan.replica_line
+        if any(words[first + i * _LINE + _PUSHED] <= step for i in members):
+            return False
+        line = self._plan.shard_line
+        for shard in self._order:
+            if words[line + shard * _LINE + _REDUCED] <= step and self._arena.locks.try_acquire(
+                shard
+            ):
+                try:
+                    if words[line + shard * _LINE + _REDUCED] <= step:
+                        self._reduce(shard, step, members)
+                finally:
+                    self._arena.locks.release(shard)
+        if self._lead is not None and all(
+            words[line + shard * _LINE + _REDUCED] > step for shard in self._order
+        ):
+            self._decide(step, members)
+            return True
+        return bool(words[self._plan.version] > step)
+
+    def _reduce(self, shard: int, step: int, members: tuple[int, ...]) -> None:
+        reals = self._reals
+        line = self._plan.replica_line
+        weights = tuple(reals[line + i * _LINE + _WEIGHT] for i in members)
+        with quiet():
+            culprit = self._updaters[shard].reduce(step, members, weights, self._leaves[shard])
+        at = self._plan.shard_line + shard * _LINE
+        self._words[at + _CULPRIT] = _SOUND if culprit is None else culprit
+        self._words[at + _REDUCED] = step + 1
+        if self._lead is None:
+            self._bells.ring(self._chief)
+
+    def _decide(self, step: int, members: tuple[int, ...]) -> None:
+        """At the lead: record the verdict, then let everyone see the version."""
+        contributions = tuple(self._contribution(i) for i in members)
+        generation = self._host.generation
+        with self._arena.lock:
+            self._lead.handle(Pushed(generation, step, contributions))
+            for shard in range(self._plan.shards):
+                problem = self._problem(shard, step, contributions)
+                self._lead.handle(Reduced(generation, step, shard, problem))
+            verdict = self._lead.verdict(step)
+        if verdict is None:
+            raise ProtocolError(f"step {step}: all shards have reported, and there is no verdict")
+        if not verdict.ok:
+            raise StepRefused(verdict.problem)
+        self._words[self._plan.version] = step + 1
+        self._bells.ring_others()
+
+    def _contribution(self, replica: int) -> Contribution:
+        words, reals = self._words, self._reals
+        line = self._plan.replica_line + replica * _LINE
+        return Contribution(
+            replica,
+            reals[line + _WEIGHT],
+            words[line + _SAMPLES],
+            reals[line + _LOSS],
+            words[line + _PART],
+            words[line + _BATCH],
+        )
+
+    def _problem(
+        self, shard: int, step: int, contributions: tuple[Contribution, ...]
+    ) -> str | None:
+        culprit = self._words[self._plan.shard_line + shard * _LINE + _CULPRIT]
+        if culprit == _SOUND:
+            return None
+        c = next((c for c in contributions if c.replica == culprit), None)
+        return describe_culprit(c, step)
+
+    def missing(self, step: int, members: tuple[int, ...]) -> list[int]:
+        """Whose gradients a step waits for."""
+        line = self._plan.replica_line
+        return [i for i in members if self._words[line + i * _LINE + _PUSHED] <= step]
+
+    def _why(self, step: int, members: tuple[int, ...]) -> str:
+        missing = self.missing(step, members)
+        return f"waiting for the gradients of replicas {missing}" if missing else "applying"
+
+
+class AsyncLink(_Link):
+    """Asynchronous exchanges in the shared file: the pushing replica applies, under a lock.
+
+    Each replica has its own copy of the parameters, renewed shard by shard under the same lock:
+    parameters that others write to in place cannot be read in place.
+    """
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        arena = self._arena
+        self._updaters = {s: arena.updater(s) for s in range(self._plan.shards)}
+        self._cursor_lock = self._plan.shards
+        state = self._words[self._plan.cursor : self._plan.cursor + self._plan.cursor_words]
+        self._cursor = Cursor(host.parts.plan, host.generation, state)
+        self._copies: dict[int, Mapping[str, Any]] = {}
+        self._into: dict[tuple[int, int], list[Any]] = {}
+        self._grads: dict[tuple[int, int], list[Any]] = {}
+        self._versions: dict[tuple[int, int], int] = {}
+        self._requests = dict.fromkeys(host.plan.replicas, 0)
+        for replica in host.plan.replicas:
+            buffer = aligned_bytes(host.layout.nbytes)
+            buffer[:] = host.initial_buffer
+            self._copies[replica] = frozen(host.layout.views(buffer))
+            for shard in range(self._plan.shards):
+                ranges = arena.shard_plan.shards[shard].ranges
+                self._into[replica, shard] = cut(buffer, ranges)
+                self._grads[replica, shard] = cut(arena.grads[replica], ranges)
+                self._versions[replica, shard] = 0
+
+    def params(self, replica: int) -> Mapping[str, Any]:
+        return self._copies[replica]
+
+    def grads(self, replica: int) -> Mapping[str, Any]:
+        return self._arena.grad_views[replica]
+
+    def version(self, replica: int) -> int:
+        """Updates applied at the lead shard, as far as this replica's copy has them."""
+        return self._versions[replica, 0]
+
+    def take(self, replica: int, epoch: int) -> Batch | None:
+        """The next batch of a replica in an epoch."""
+        request = self._requests[replica]
+        self._requests[replica] += 1
+        self._acquire(self._cursor_lock)
+        try:
+            event = Take(self._host.generation, replica, request, epoch)
+            return self._cursor.handle(event, time.monotonic())[0]
+        finally:
+            self._arena.locks.release(self._cursor_lock)
+
+    def push(self, replica: int, contribution: Contribution, epoch: int) -> Batch | None:
+        """Apply the replica's gradient, renew its parameters; returns its next batch."""
+        age = self._exchange(replica, push=True)
+        self._host.commit(contribution, epoch, age, self._versions[replica, 0])
+        return self.take(replica, epoch)
+
+    def pull(self, replica: int) -> None:
+        """Renew the replica's parameters."""
+        self._exchange(replica, push=False)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch that ends is the job's last."""
+        return self._cursor.exhausted
+
+    def _acquire(self, number: int) -> None:
+        deadline = self._host.launch.settings.step_deadline
+        self._arena.locks.acquire(number, deadline, self._arena.check)
+
+    def _exchange(self, replica: int, *, push: bool) -> int:
+        age = 0
+        count = self._plan.shards
+        words = self._words
+        for k in range(count):
+            # Each replica begins at another shard, so that they seldom want the same one.
+            shard = (replica + k) % count
+            at = self._plan.shard_line + shard * _LINE + _SHARD_VERSION
+            self._acquire(shard)
+            try:
+                version = words[at]
+                if shard == 0:
+                    age = version - self._versions[replica, 0]
+                if push:
+                    with quiet():
+                        self._updaters[shard].apply(version + 1, self._grads[replica, shard])
+                    version += 1
+                    words[at] = version
+                params = self._updaters[shard].params[0]
+                for source, target in zip(params, self._into[replica, shard], strict=True):
+                    np.copyto(target, source)
+                self._versions[replica, shard] = version
+            finally:
+                self._arena.locks.release(shard)
+        return age
