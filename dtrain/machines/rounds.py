@@ -135,21 +135,26 @@ class Rounds:
         return tuple(i for i in self.expected if i not in self.arrived)
 
     def _check(self, event: Pushed | Reduced) -> None:
-        what = f"lead: {type(event).__name__} of step {event.step}"
         if event.generation != self.generation:
             raise FencedError(
-                f"{what} is of generation {event.generation}, expected {self.generation}"
+                f"{self._told(event)} is of generation {event.generation}, "
+                f"expected {self.generation}"
             )
         if event.step > self.step or (event.step < self.step and event.step not in self.verdicts):
-            raise ProtocolError(f"{what}: expected step {self.step}")
+            raise ProtocolError(f"{self._told(event)}: expected step {self.step}")
         if isinstance(event, Reduced) and not 0 <= event.shard < self.shards:
             raise ProtocolError(
-                f"{what}: found shard {event.shard}, expected one of 0..{self.shards - 1}"
+                f"{self._told(event)}: "
+                f"found shard {event.shard}, expected one of 0..{self.shards - 1}"
             )
         if isinstance(event, Pushed) and event.step == self.step:
             for c in event.contributions:
                 if c.replica not in self.expected:
                     raise ProtocolError(
-                        f"{what}: replica {c.replica} takes no part in it, "
+                        f"{self._told(event)}: "
+                        f"replica {c.replica} takes no part in it, "
                         f"expected one of {list(self.expected)}"
                     )
+
+    def _told(self, event: Pushed | Reduced) -> str:
+        return f"lead: {type(event).__name__} of step {event.step}"

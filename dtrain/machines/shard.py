@@ -96,24 +96,29 @@ class ShardMachine:
         return [Reduce(self.version, self.expected, weights)]
 
     def _check(self, event: Pushed | Reduced | Verdict) -> None:
-        what = f"shard {self.index}: {type(event).__name__} of step {event.step}"
         if event.generation != self.generation:
             raise FencedError(
-                f"{what} is of generation {event.generation}, expected {self.generation}"
+                f"{self._told(event)} is of generation {event.generation}, "
+                f"expected {self.generation}"
             )
         # A repeat of the committed step is answered, not refused: the reply may have been lost.
         oldest = self.version if isinstance(event, Reduced) else self.version - 1
         if not oldest <= event.step <= self.version:
             raise ProtocolError(
-                f"{what}: expected step {oldest if oldest == self.version else f'{oldest} or'} "
+                f"{self._told(event)}: expected step "
+                f"{oldest if oldest == self.version else f'{oldest} or'} "
                 f"{self.version}, {self.phase.value}"
             )
         if event.step == self.version and self.phase not in LEGAL[type(event)]:
-            raise ProtocolError(f"{what}: not expected while {self.phase.value}")
+            raise ProtocolError(f"{self._told(event)}: not expected while {self.phase.value}")
         if isinstance(event, Pushed) and event.step == self.version:
             for contribution in event.contributions:
                 if contribution.replica not in self.expected:
                     raise ProtocolError(
-                        f"{what}: replica {contribution.replica} takes no part in it, "
+                        f"{self._told(event)}: "
+                        f"replica {contribution.replica} takes no part in it, "
                         f"expected one of {list(self.expected)}"
                     )
+
+    def _told(self, event: Pushed | Reduced | Verdict) -> str:
+        return f"shard {self.index}: {type(event).__name__} of step {event.step}"

@@ -72,6 +72,9 @@ class Dense(ABC):
         )
         self._spaces = Workspaces()
 
+    #: no randomness within a step: no generator is made for it
+    uses_rng = False
+
     @property
     def task(self) -> str:
         """``"classification"`` or ``"regression"``."""

@@ -129,13 +129,15 @@ class Parts:
 def as_bytes(array: np.ndarray) -> np.ndarray:
     """The same memory of a contiguous array as uint8, shape (rows, bytes of a row)."""
     flat: np.ndarray = array.reshape(-1).view(np.uint8)
-    return flat.reshape(len(array), -1) if len(array) else flat.reshape(0, 1)
+    return flat.reshape(len(array), array.itemsize * (array[:1].size or 1))
 
 
 class Rows:
     """Reads rows of an :class:`ArrayRef`, by global number, from a worker's thread."""
 
-    def __init__(self, ref: ArrayRef, service: WorkerService, deadline: float) -> None:
+    def __init__(
+        self, ref: ArrayRef, service: WorkerService, deadline: float, *, strays: bool = False
+    ) -> None:
         self.ref = ref
         self._service = service
         self._deadline = deadline
@@ -144,6 +146,10 @@ class Rows:
         self._here: dict[int, np.ndarray] = {}
         #: the same, as rows of bytes, where its rows are contiguous
         self._bytes: dict[int, np.ndarray] = {}
+        #: rows outside the opened spans may be asked for, too
+        self._strays = strays
+        self._span = (ref.rows, 0)
+        self._whole = False
 
     def open(self, spans: Sequence[tuple[int, int]]) -> None:
         """Take hold of the local chunks that ``spans`` of rows touch."""
@@ -158,6 +164,14 @@ class Rows:
             self._here[i] = chunk
             if chunk.flags.c_contiguous:
                 self._bytes[i] = as_bytes(chunk)
+        start, stop = self._span
+        for a, b in spans:
+            start, stop = min(start, a), max(stop, b)
+        self._span = (start, stop)
+        i = next(iter(self._here), -1)
+        self._whole = not self._strays and (
+            len(self._here) == 1 and self.ref.starts[i] <= start and stop <= self.ref.starts[i + 1]
+        )
 
     def _check(self, i: int, chunk: Any) -> None:
         rows = self.ref.starts[i + 1] - self.ref.starts[i]
@@ -175,8 +189,15 @@ class Rows:
     def buffer(self, rows: int) -> np.ndarray:
         return np.empty((rows, *self.ref.shape[1:]), self.ref.dtype)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the one chunk that is here has all rows that are read."""
+        return self._whole
+
     def request(self, rows: np.ndarray) -> Pending | None:
         """Ask other workers for those of ``rows`` that are not here; None if all are."""
+        if self._whole:
+            return None
         if len(self._here) == 1 and self._only(rows) is not None:
             return None
         chunks = self._chunk_of(rows)
@@ -197,8 +218,8 @@ class Rows:
         """The one local chunk and its start, if it has all of ``rows``."""
         (i,) = self._here
         start, stop = self.ref.starts[i], self.ref.starts[i + 1]
-        if start == 0 and stop == self.ref.rows:
-            return i, 0
+        if self._whole:
+            return i, start
         if rows.min() >= start and rows.max() < stop:
             return i, start
         return None
@@ -209,7 +230,7 @@ class Rows:
             # Bytes, because what came over the network need not be aligned, and np.take makes a
             # copy of the whole of an unaligned array first.  mode="clip" lets it write straight
             # to `out`; the rows are in range by construction.
-            np.take(self._bytes[i], local, axis=0, out=as_bytes(out), mode="clip")
+            self._bytes[i].take(local, axis=0, out=as_bytes(out), mode="clip")
         else:
             out[...] = self._here[i][local]
 
@@ -255,24 +276,25 @@ class Encoder:
         if y.ndim == 2:
             y = y[:, 0]
         if self._classes is None:
-            return y.astype(np.int64)
+            return y.astype(np.int64, copy=False)
         return np.searchsorted(self._classes, y)
 
 
 class Feed:
     """The batches of the replicas of one worker: read-ahead by one, buffers reused.
 
+    ``strays``: batches of other replicas' parts are read, too (asynchronous mode).
     What :meth:`batch` returns is valid until the next call for the same replica.
     """
 
     def __init__(
         self, data: DataPlan, parts: Parts, service: WorkerService, seed: int, shuffle: bool,
-        deadline: float,
+        deadline: float, *, strays: bool,
     ) -> None:  # fmt: skip
         self.parts = parts
         self._seed, self._shuffle = seed, shuffle
-        self._x = Rows(data.x, service, deadline)
-        self._y = Rows(data.y, service, deadline)
+        self._x = Rows(data.x, service, deadline, strays=strays)
+        self._y = Rows(data.y, service, deadline, strays=strays)
         self._encode = Encoder(data)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._buffers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -307,6 +329,8 @@ class Feed:
 
     def ahead(self, epoch: int, part: int, index: int) -> None:
         """Start reading a batch that will be wanted soon; costs nothing where it lies here."""
+        if self._x.whole and self._y.whole:
+            return
         rows = self._rows(epoch, part, index)
         pending = (self._x.request(rows), self._y.request(rows))
         if pending != (None, None):
@@ -321,7 +345,9 @@ class Feed:
         if replica not in self._buffers:
             size = self.parts.plan.batch_size
             self._buffers[replica] = (self._x.buffer(size), self._y.buffer(size))
-        x, y = (buffer[: len(rows)] for buffer in self._buffers[replica])
+        x, y = self._buffers[replica]
+        if len(rows) != len(x):
+            x, y = x[: len(rows)], y[: len(rows)]
         self._x.take(rows, x, pending[0])
         self._y.take(rows, y, pending[1])
         return x, self._encode(y)

@@ -105,7 +105,7 @@ class Host:
         )
         self.feed = Feed(
             data, self.parts, self.service, spec.seed, spec.shuffle,
-            self.launch.settings.call_deadline,
+            self.launch.settings.call_deadline, strays=not self.synchronous,
         )  # fmt: skip
         self.feed.open(self.plan.replicas)
         answer = self._wait_for(

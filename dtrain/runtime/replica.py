@@ -92,8 +92,10 @@ class Trainer:
         self.model = host.model
         self.feed = host.feed
         self.plan = host.parts.plan
-        self._wants_rng = getattr(self.model, "uses_rng", True)
-        self._kwargs = _accepted(self.model.loss_and_grads)
+        accepted = _accepted(self.model.loss_and_grads)
+        self._takes_out = "out" in accepted
+        # A generator for each step costs more than a step of a small model.
+        self._takes_rng = "rng" in accepted and getattr(self.model, "uses_rng", True)
 
     def run(self) -> dict[str, Any] | None:
         if not self.host.plan.replicas:
@@ -189,23 +191,21 @@ class Trainer:
     ) -> Contribution:
         """One batch through the model; its gradient ends in ``out``."""
         x, y = self.feed.batch(replica, batch.epoch, batch.part, batch.index)
-        kwargs = dict(self._kwargs)
-        if "out" in kwargs:
+        kwargs: dict[str, Any] = {}
+        if self._takes_out:
             kwargs["out"] = out
-        if "rng" in kwargs:
-            kwargs["rng"] = (
-                np.random.default_rng([self.spec.seed, _STEP, replica, step])
-                if self._wants_rng
-                else None
-            )
+        if self._takes_rng:
+            key = [self.spec.seed, _STEP, replica, step]
+            kwargs["rng"] = np.random.default_rng(key)
         self.host.computing(replica)
-        where = f"replica {replica}, step {step}, partition {batch.part}, batch {batch.index}"
         try:
             answer = self.model.loss_and_grads(params, (x, y), **kwargs)
-        except Exception as error:
-            raise UserCodeError(f"loss_and_grads of the model: {where}") from error
-        with calling(f"loss_and_grads of the model: {where}"):
             loss = self._accept(answer, out)
+        except Exception as error:
+            raise UserCodeError(
+                f"loss_and_grads of the model: replica {replica}, step {step}, "
+                f"partition {batch.part}, batch {batch.index}"
+            ) from error
         self.host.computed(replica)
         samples = len(x)
         weight = samples / self.plan.batch_size
@@ -296,12 +296,13 @@ def mean_loss(model: Any, params: Mapping[str, Any], batch: tuple[Any, Any]) -> 
     return float(model.loss_and_grads(params, batch)[0])
 
 
-def _accepted(function: Any) -> dict[str, Any]:
+def _accepted(function: Any) -> frozenset[str]:
     """Which of ``out`` and ``rng`` a model's own ``loss_and_grads`` takes."""
+    both = frozenset({"out", "rng"})
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return {"out": None, "rng": None}
+        return both
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return {"out": None, "rng": None}
-    return {name: None for name in ("out", "rng") if name in parameters}
+        return both
+    return both & parameters.keys()
