@@ -115,6 +115,8 @@ class Host:
         # A link looks for the shards, and so all of them must be there.
         self.barrier(0, "opened")
         self.link = open_link(self)
+        # Everybody has the first version by now; it is a whole model's worth of memory.
+        self.initial_buffer = None
 
     def _layout_known(self, layout: Layout, buffer: Any) -> None:
         self.layout, self.initial_buffer = layout, buffer

@@ -56,51 +56,63 @@ class SyncLink:
         """Nothing of its own to let go of."""
 
 
-class AsyncLink:
-    """Asynchronous: each replica has its own copy of the parameters, replaced shard by shard."""
+class Copies:
+    """Each asynchronous replica's own copy of the parameters, replaced shard by shard."""
 
     def __init__(self, host: Host) -> None:
+        self._grad_views = host.arena.grad_views
+        self._views: dict[int, Mapping[str, Any]] = {}
+        #: (replica, shard) -> the flat views of the copy that belong to the shard
+        self.into: dict[tuple[int, int], list[Any]] = {}
+        #: likewise of the replica's gradient
+        self.flat_grads: dict[tuple[int, int], list[Any]] = {}
+        #: likewise the version of the shard that the copy has
+        self.versions: dict[tuple[int, int], int] = {}
+        #: replica -> the number of its next request
+        self.requests = dict.fromkeys(host.plan.replicas, 0)
+        for replica in host.plan.replicas:
+            buffer = aligned_bytes(host.layout.nbytes)
+            buffer[:] = host.initial_buffer
+            self._views[replica] = frozen(host.layout.views(buffer))
+            for shard in host.shards:
+                ranges = host.shard_plan.shards[shard].ranges
+                self.into[replica, shard] = cut(buffer, ranges)
+                self.flat_grads[replica, shard] = cut(host.arena.grads[replica], ranges)
+                self.versions[replica, shard] = 0
+
+    def params(self, replica: int) -> Mapping[str, Any]:
+        """Read-only views of the replica's own copy."""
+        return self._views[replica]
+
+    def grads(self, replica: int) -> Mapping[str, Any]:
+        """The views to write a replica's gradient to."""
+        return self._grad_views[replica]
+
+    def version(self, replica: int) -> int:
+        """Updates applied at the lead shard, as far as this replica's copy has them."""
+        return self.versions[replica, 0]
+
+
+class AsyncLink(Copies):
+    """Asynchronous: push to all shards, each answers with its newest parameters."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
         self._host = host
         # Remote shards first: their messages travel while the local ones are worked on.
         self._order = sorted(host.shards, key=lambda s: (s in host.arena.shards, s))
         self._ports = {s: cast(AsyncPort, open_port(host, s)) for s in host.shards}
-        self._copies: dict[int, Mapping[str, Any]] = {}
-        self._into: dict[tuple[int, int], list[Any]] = {}
-        self._grads: dict[tuple[int, int], list[Any]] = {}
-        #: (replica, shard) -> the version of the shard in the replica's copy
-        self._versions: dict[tuple[int, int], int] = {}
-        self._requests: dict[int, int] = {}
-        for replica in host.plan.replicas:
-            buffer = aligned_bytes(host.layout.nbytes)
-            buffer[:] = host.initial_buffer
-            self._copies[replica] = frozen(host.layout.views(buffer))
-            self._requests[replica] = 0
-            for shard in host.shards:
-                ranges = host.shard_plan.shards[shard].ranges
-                self._into[replica, shard] = cut(buffer, ranges)
-                self._grads[replica, shard] = cut(host.arena.grads[replica], ranges)
-                self._versions[replica, shard] = 0
-
-    def params(self, replica: int) -> Mapping[str, Any]:
-        return self._copies[replica]
-
-    def grads(self, replica: int) -> Mapping[str, Any]:
-        return self._host.arena.grad_views[replica]
-
-    def version(self, replica: int) -> int:
-        """Updates applied at the lead shard, as far as this replica's copy has them."""
-        return self._versions[replica, 0]
 
     def take(self, replica: int, epoch: int) -> Batch | None:
         """The first batch of a replica in an epoch."""
-        request = self._requests[replica]
-        self._requests[replica] += 1
+        request = self.requests[replica]
+        self.requests[replica] += 1
         return self._host.take(replica, request, epoch)
 
     def push(self, replica: int, contribution: Contribution, epoch: int) -> Batch | None:
         """Apply the replica's gradient, renew its parameters; returns its next batch."""
         following, age = self._exchange(replica, contribution, epoch)
-        self._host.commit(contribution, epoch, age, self._versions[replica, 0])
+        self._host.commit(contribution, epoch, age, self.versions[replica, 0])
         return following
 
     @property
@@ -115,18 +127,18 @@ class AsyncLink:
     def _exchange(
         self, replica: int, contribution: Contribution | None, epoch: int
     ) -> tuple[Batch | None, int]:
-        request = self._requests[replica]
+        request = self.requests[replica]
         if contribution is not None:
-            self._requests[replica] += 1
+            self.requests[replica] += 1
         for shard in self._order:
-            grads = None if contribution is None else self._grads[replica, shard]
-            version = self._versions[replica, shard]
+            grads = None if contribution is None else self.flat_grads[replica, shard]
+            version = self.versions[replica, shard]
             push = Push(replica, request, version, contribution, epoch, grads)
-            self._ports[shard].start(push, self._into[replica, shard])
+            self._ports[shard].start(push, self.into[replica, shard])
         following, lead_age = None, 0
         for shard in self._order:
             version, age, batch = self._ports[shard].finish(replica)
-            self._versions[replica, shard] = version
+            self.versions[replica, shard] = version
             if shard == 0:
                 following, lead_age = batch, age
         return following, lead_age

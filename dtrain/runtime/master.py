@@ -45,63 +45,23 @@ from dtrain.machines.jobs import (
 )
 from dtrain.machines.jobs import Launch as LaunchCommand
 from dtrain.machines.jobs import Stop as StopCommand
-from dtrain.machines.ledger import Ledger
 from dtrain.machines.membership import Beat, Hello, Joined, Left, Membership
 from dtrain.messages import Failure
 from dtrain.runtime.data import ArrayRef
 from dtrain.runtime.launch import Launch
 from dtrain.runtime.placement import place
+from dtrain.runtime.record import Record
 from dtrain.runtime.rpc import answering, ask
 from dtrain.runtime.stub import NAME, worker_plugin
 from dtrain.spec import JobSpec
 
 if TYPE_CHECKING:
-    from distributed import Client, Future, Scheduler
+    from distributed import Client, Scheduler
 
 logger = logging.getLogger("dtrain.master")
 
 #: Seconds between two looks at leases, deadlines and heartbeats.
 _TICK = 0.25
-
-
-class Record:
-    """What the master keeps of one job beside its machine."""
-
-    def __init__(self, machine: JobMachine, spec: JobSpec, owner: str | None, hold: str) -> None:
-        self.machine = machine
-        self.spec = spec
-        #: the id of the client that an attached job lives and dies with
-        self.owner = owner
-        #: the name under which the data's keys are held
-        self.hold = hold
-        self.model = b""
-        self.data: Any = None
-        self.futures: dict[str, Future] = {}
-        self.watchers: list[asyncio.Task[Any]] = []
-        self.changed = asyncio.Condition()
-        #: address -> the host's last summary, and when it came
-        self.reports: dict[str, dict[str, Any]] = {}
-        self.created = time.time()
-
-    @property
-    def id(self) -> str:
-        return self.machine.id
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Of the hosts' last summaries: step, loss, samples, ledger, and when they came."""
-        found = [r for r in self.reports.values() if "account" in r]
-        if not found:
-            return {}
-        accounts = [r["account"] for r in found]
-        losses = [a["loss"] for a in accounts if a["loss"] == a["loss"]]
-        return {
-            "step": max(a["step"] for a in accounts),
-            "loss": sum(losses) / len(losses) if losses else None,
-            "samples": sum(a["samples"] for a in accounts),
-            "ledger": Ledger.total(a["ledger"] for a in accounts).to_dict(),
-            "at": max(r["at"] for r in found),
-        }
 
 
 class Master(SchedulerPlugin):
@@ -429,7 +389,7 @@ class Master(SchedulerPlugin):
         return self._describe(record)
 
     def list_jobs(self) -> list[dict[str, Any]]:
-        return [self._describe(record) for record in self.jobs.values()]
+        return [self._describe(record, brief=True) for record in self.jobs.values()]
 
     def cancel(self, job: str, why: str) -> dict[str, Any]:
         record = self._record(job)
@@ -458,92 +418,8 @@ class Master(SchedulerPlugin):
             raise JobNotFound(f"job {job!r}: not on this cluster; the last ones here: {known}")
         return self.jobs[job]
 
-    def _describe(self, record: Record) -> dict[str, Any]:
-        machine, spec, progress = record.machine, record.spec, record.progress
-        failure = machine.outcome.failure if machine.outcome else None
-        history = machine.history
-        last = history[-1] if history else {}
-        step = max(last.get("step", 0), progress.get("step", 0))
-        behind = step == last.get("step", 0)
-        shown = (
-            failure if machine.state in (State.FAILED, State.CANCELLED, State.STOPPING) else None
-        )
-        chief = machine.hosts[0].address if machine.hosts else None
-        future = record.futures.get(chief) if chief else None
-        return {
-            "id": record.id,
-            "name": spec.name,
-            "state": str(machine.state),
-            "reason": shown.reason if shown and machine.state is State.FAILED else None,
-            "message": shown.message if shown else None,
-            "traceback": shown.traceback if shown else None,
-            "exception": shown.exception if shown else None,
-            "mode": spec.mode,
-            "step": step,
-            "epoch": min(len(history) + (not machine.terminal), spec.epochs),
-            "epochs": spec.epochs,
-            "steps": spec.steps,
-            "loss": last.get("loss") if behind else progress.get("loss"),
-            "samples_per_s": self._speed(record),
-            "samples": progress.get("samples", sum(e["samples"] for e in history)),
-            "rows": record.data.x.rows if record.data is not None else None,
-            "replicas": {str(i): h.address for h in machine.hosts for i in h.replicas},
-            "shards": {str(s): h.address for h in machine.hosts for s in h.shards},
-            "ledger": machine.ledger or progress.get("ledger"),
-            "history": history,
-            "metrics": _last_metrics(last),
-            "output": spec.output if machine.state is State.SUCCEEDED else None,
-            "result": (future.key, chief) if future and machine.state is State.SUCCEEDED else None,
-            "attached": record.owner is not None,
-            "submitted": record.created,
-            "seconds": (machine.ended or self._now()) - machine.submitted,
-            "why": self._why(record),
-        }
-
-    def _speed(self, record: Record) -> float | None:
-        machine, progress = record.machine, record.progress
-        done = sum(e["samples"] for e in machine.history)
-        spent = sum(e["seconds"] for e in machine.history)
-        if machine.state is State.RUNNING and progress.get("samples", 0) > done:
-            done = progress["samples"]
-            spent += progress["at"] - machine.epoch_began
-        return done / spent if spent > 0 and done else None
-
-    def _why(self, record: Record) -> str:
-        """Who waits for whom, in words."""
-        machine = record.machine
-        if machine.terminal:
-            message = machine.outcome.failure.message if machine.outcome.failure else "done"  # type: ignore[union-attr]
-            return f"it has ended: {machine.state}, {message}"
-        names = ", ".join(str(h) for h in machine.waiting())
-        spent = self._now() - machine.entered
-        if machine.state is State.PREPARING:
-            return f"waiting for {names} to get ready, for {spent:.1f} s"
-        if machine.state is State.STOPPING:
-            return f"stopping, waiting for {names}, for {spent:.1f} s"
-        if machine.state is State.RUNNING:
-            slow = self._computing_long(record)
-            if slow:
-                step = record.progress.get("step", 0)
-                return f"step {step} waits for {' and '.join(slow)}"
-        for (epoch, phase), payloads in machine.reached.items():
-            late = [str(h) for h in machine.hosts if h.replicas and h.address not in payloads]
-            return f"the end of epoch {epoch + 1} ({phase}) waits for {', '.join(late)}"
-        return "it is running; nobody waits"
-
-    def _computing_long(self, record: Record) -> list[str]:
-        """The replicas that have been in user code for longer than a stall, in words."""
-        now = self._now()
-        found = []
-        for host in record.machine.hosts:
-            report = record.reports.get(host.address)
-            if report is None or report["computing"] is None:
-                continue
-            replica, seconds = report["computing"]
-            if seconds >= self.settings.stall:
-                spent = seconds + now - report["at"]
-                found.append(f"replica {replica} on {host}, computing for {spent:.1f} s")
-        return found
+    def _describe(self, record: Record, *, brief: bool = False) -> dict[str, Any]:
+        return record.describe(self._now(), self.settings.stall, brief=brief)
 
     # -- handlers for hosts --------------------------------------------------------------------
 
@@ -614,11 +490,6 @@ class Master(SchedulerPlugin):
         self, job: str, generation: int, address: str, failure: dict[str, Any]
     ) -> None:
         self._handle(self._record(job), HostFailed(generation, address, Failure(**failure)))
-
-
-def _last_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ("loss", "samples_per_s")
-    return {k: v for k, v in record.items() if k in kept or k.startswith("val_")}
 
 
 def _slug(name: str | None) -> str:

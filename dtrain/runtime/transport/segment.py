@@ -5,6 +5,9 @@ under ``/dev/shm`` where that has room, else in the temporary directory; it is 0
 space is reserved when it is made, so that a full disk is an error at once and never a SIGBUS
 later.  Whether two processes share a machine is found out by opening it, not by host names,
 which containers share or hide.
+
+Files, for a segment called ``x``: ``x`` is mapped, ``x.held`` is locked by all who have it
+mapped, ``x.locks`` has the locks of its parts, and ``x.bell0``, ``x.bell1``, ... are the doorbells.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import fcntl
 import mmap
 import os
 import platform
+import re
 import secrets
 import select
 import stat
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +39,13 @@ from dtrain.errors import DeadlineError, StorageError
 #: seen before the data that they stand for.
 ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
-#: Bytes at the start of a segment that prove that two processes see the same file.
+#: Bytes at the start of a segment that prove that two processes see the same file: random ones,
+#: and those of the running kernel.
 TOKEN = 32
+
+#: Seconds for which a sweep leaves a file alone: it may be between its making and its first
+#: holder.
+YOUNG = 60.0
 
 #: Seconds that one wait on a doorbell lasts at the most, before the caller looks around.
 SLICE = 1.0
@@ -43,27 +54,66 @@ SLICE = 1.0
 SPINS = 30
 
 
-def directory(base: str | None = None) -> Path:
-    """Our own directory, for this user alone; made if it is not there.
+#: How often a file is made anew because the last one of another job took the directory along.
+_TRIES = 100
 
-    Raises StorageError if somebody else's is in its place.
+#: The longest that a wait for a lock sleeps between two looks.
+_NAP = 1e-3
+
+
+@cache
+def machine() -> bytes:
+    """16 bytes that differ between running kernels; zeros where they do not say.
+
+    A file of the temporary directory may lie on a network file system: two machines then see the
+    same file, and not the same memory.
     """
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def _place(base: str | None = None) -> Path:
     root = Path(base) if base else Path("/dev/shm")
     if base is None and not os.access(root, os.W_OK):
         root = Path(tempfile.gettempdir())
-    place = root / f"dtrain-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
+    return root / f"dtrain-{os.getuid()}"
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not stat.S_IMODE(found.st_mode) & 0o077
+    )
+
+
+def directory(base: str | None = None) -> Path:
+    """Our own directory, for this user alone; made if it is not there.
+
+    Raises StorageError if something else, or somebody else's, is in its place.
+    """
+    place = _place(base)
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
     found = place.lstat()
-    if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != os.getuid()
-        or stat.S_IMODE(found.st_mode) & 0o077
-    ):
+    if not _is_ours(found):
         raise StorageError(
             f"{place}: found mode {stat.filemode(found.st_mode)} of user {found.st_uid}, "
             f"expected a directory of user {os.getuid()} that nobody else can enter"
         )
     return place
+
+
+def places() -> list[Path]:
+    """Where segments of ours may lie: the directories that are there, and are ours."""
+    found = []
+    for place in dict.fromkeys((_place(), _place(tempfile.gettempdir()))):
+        with suppress(OSError):
+            if _is_ours(place.lstat()):
+                found.append(place)
+    return found
 
 
 class Segment:
@@ -77,45 +127,60 @@ class Segment:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map: mmap.mmap | None = mmap.mmap(handle, nbytes)
-        finally:
-            os.close(handle)
         # Held while mapped; a sweep takes only files that nobody holds.
         self._held = os.open(_beside(path, "held"), os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._map: mmap.mmap | None = mmap.mmap(handle, nbytes)
+            finally:
+                os.close(handle)
+        except BaseException:
+            os.close(self._held)
+            raise
         self.memory = np.frombuffer(self._map, np.uint8)
 
     @classmethod
-    def create(cls, job: str, nbytes: int) -> Segment:
+    def create(cls, name: str, nbytes: int) -> Segment:
         """Make a new file of ``nbytes``; falls back to the disk where memory has no room.
 
-        Raises StorageError where neither has.
+        Raises StorageError where neither has, and where our directory is not ours.
         """
-        problem: OSError | None = None
+        problems = {}
         for base in (None, tempfile.gettempdir()):
-            sweep(directory(base))
-            # Made again: a sweep, or another job's end, removes an empty one.
-            place = directory(base)
-            # The job's id is made of letters, digits and dashes by the master.
-            path = place / f"{job}-{secrets.token_hex(8)}"
             try:
-                _reserve(_beside(path, "held"), 1)
-                _reserve(path, nbytes)
-                segment = cls(path, nbytes)
+                segment = cls._make(base, f"{_word(name)}-{secrets.token_hex(8)}", nbytes)
+            except StorageError:
+                raise
             except OSError as error:
-                problem = error
-                unlink(path)
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-                    continue
-                raise StorageError(f"shared memory {path}: {error}") from error
-            segment.memory[:TOKEN] = np.frombuffer(secrets.token_bytes(TOKEN), np.uint8)
+                problems[str(_place(base).parent)] = error.strerror or str(error)
+                continue
+            token = secrets.token_bytes(TOKEN - 16) + machine()
+            segment.memory[:TOKEN] = np.frombuffer(token, np.uint8)
             return segment
-        raise StorageError(
-            f"shared memory of {nbytes / 1e6:.0f} MB fits neither in /dev/shm nor in "
-            f"{tempfile.gettempdir()}: {problem}"
-        )
+        reasons = "; ".join(f"{place}: {problem}" for place, problem in problems.items())
+        raise StorageError(f"shared memory of {nbytes / 1e6:.0f} MB has no place: {reasons}")
+
+    @classmethod
+    def _make(cls, base: str | None, name: str, nbytes: int) -> Segment:
+        sweep(directory(base))
+        for last in range(_TRIES - 1, -1, -1):
+            # Made again: the sweep, or another job's end, removes an empty one.
+            path = _place(base) / name
+            try:
+                directory(base)
+                _reserve(_beside(path, "held"), 1)
+                break
+            except FileNotFoundError:
+                if not last:
+                    raise
+        try:
+            _reserve(path, nbytes)
+            return cls(path, nbytes)
+        except BaseException:
+            unlink(path)
+            raise
 
     @property
     def token(self) -> bytes:
@@ -133,12 +198,29 @@ class Segment:
 
 
 def shares(path: str, nbytes: int, token: bytes) -> bool:
-    """Whether this process sees the very file that another one made."""
+    """Whether this process can map the very file that another one made, in the same memory."""
     try:
-        with open(path, "rb") as file:
-            return file.read(TOKEN) == token and os.fstat(file.fileno()).st_size == nbytes
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(path, flags)
+    except (OSError, ValueError):
+        return False
+    try:
+        found = os.fstat(handle)
+        return (
+            stat.S_ISREG(found.st_mode)
+            and found.st_size == nbytes
+            and os.pread(handle, TOKEN, 0) == token
+            and token[-16:] == machine()
+        )
     except OSError:
         return False
+    finally:
+        os.close(handle)
+
+
+def _word(name: str) -> str:
+    """What of a name can be in a file's name, whatever it is: letters, digits, dashes."""
+    return re.sub(r"[^A-Za-z0-9-]", "-", name)[:100]
 
 
 def _reserve(path: Path, nbytes: int) -> None:
@@ -156,36 +238,73 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}.{what}")
 
 
+def _files(place: Path) -> dict[str, list[Path]]:
+    """The files in our directory by the segment they belong to; none if it is not there."""
+    found: dict[str, list[Path]] = {}
+    try:
+        names = sorted(os.listdir(place))
+    except OSError:
+        return found
+    for name in names:
+        found.setdefault(name.partition(".")[0], []).append(place / name)
+    return found
+
+
 def unlink(path: Path) -> None:
     """Remove a segment and what lies beside it; those who have it mapped keep it."""
-    for file in (path, *path.parent.glob(f"{path.name}.*")):
+    held = _beside(path, "held")
+    # The lock last: what an interrupted removal leaves is found by it.
+    for file in (*(f for f in _files(path.parent).get(path.name, ()) if f != held), held):
         file.unlink(missing_ok=True)
     # The directory goes with the last one in it.
     with suppress(OSError):
         path.parent.rmdir()
 
 
+def remove(name: str) -> None:
+    """Remove all segments that were created by that name."""
+    wanted = re.compile(re.escape(_word(name)) + "-[0-9a-f]{16}")
+    for place in places():
+        for found in _files(place):
+            if wanted.fullmatch(found):
+                unlink(place / found)
+
+
 def sweep(place: Path) -> list[str]:
-    """Remove the segments in our directory that no living process holds."""
+    """Remove the segments in our directory that no living process holds; returns their names.
+
+    What cannot be removed is left to the next sweep.
+    """
     gone = []
-    for lock in place.glob("*.held"):
-        path = lock.with_suffix("")
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            # Young ones may be between their making and their first holder.
-            if time.time() - os.fstat(handle).st_mtime < 60:
-                continue
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(handle)
-        unlink(path)
-        gone.append(path.name)
+    for name, files in _files(place).items():
+        with suppress(OSError):
+            if _sweep(place / name, files):
+                gone.append(name)
     return gone
+
+
+def _sweep(path: Path, files: list[Path]) -> bool:
+    try:
+        handle = os.open(_beside(path, "held"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        # Somebody has removed the segment while another opened its locks or bells.
+        if _young(max(file.lstat().st_mtime for file in files)):
+            return False
+        unlink(path)
+        return True
+    try:
+        if _young(os.fstat(handle).st_mtime):
+            return False
+        # Kept until all is gone; BlockingIOError: somebody else holds it.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlink(path)
+    finally:
+        os.close(handle)
+    return True
+
+
+def _young(made: float) -> bool:
+    return time.time() - made < YOUNG
 
 
 class Locks:
@@ -213,7 +332,7 @@ class Locks:
 
     def acquire(self, number: int, deadline: float, check: Callable[[], None]) -> None:
         """Until it is ours; ``check`` raises when waiting has lost its sense."""
-        spins = 0
+        spins, nap = 0, 5e-5
         until = time.monotonic() + deadline
         while not self.try_acquire(number):
             spins += 1
@@ -222,8 +341,9 @@ class Locks:
                 continue
             check()
             if time.monotonic() > until:
-                raise DeadlineError(f"lock {number} was not to be had in {deadline:.0f} s")
-            time.sleep(5e-5)
+                raise DeadlineError(f"after {deadline:g} s, lock {number} is still another's")
+            time.sleep(nap)
+            nap = min(nap * 1.1, _NAP)
 
     def release(self, number: int) -> None:
         fcntl.lockf(self._handle, fcntl.LOCK_UN, 1, number)
@@ -241,12 +361,18 @@ class Bells:
 
     def __init__(self, path: Path, mine: int, count: int) -> None:
         self._mine = mine
-        self._handles = []
-        for number in range(count):
-            name = _beside(path, f"bell{number}")
-            with suppress(FileExistsError):
-                os.mkfifo(name, 0o600)
-            self._handles.append(os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        #: guards ``_handles`` against :meth:`ring_mine` of another thread
+        self._mutex = threading.Lock()
+        self._handles: list[int] = []
+        try:
+            for number in range(count):
+                name = _beside(path, f"bell{number}")
+                with suppress(FileExistsError):
+                    os.mkfifo(name, 0o600)
+                self._handles.append(os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        except BaseException:
+            self.close()
+            raise
         self._poll = select.poll()
         self._poll.register(self._handles[mine], select.POLLIN)
 
@@ -261,7 +387,10 @@ class Bells:
                 self.ring(number)
 
     def ring_mine(self) -> None:
-        self.ring(self._mine)
+        """Wake our own :meth:`wait`; from any thread, also once it is closed."""
+        with self._mutex:
+            if self._handles:
+                self.ring(self._mine)
 
     def wait(
         self,
@@ -284,12 +413,13 @@ class Bells:
             check()
             left = until - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"after {deadline:.0f} s: {what()}")
+                raise DeadlineError(f"after {deadline:g} s: {what()}")
             if self._poll.poll(min(left, SLICE) * 1000):
                 with suppress(BlockingIOError):
                     os.read(self._handles[self._mine], 4096)
 
     def close(self) -> None:
-        for handle in self._handles:
-            os.close(handle)
-        self._handles = []
+        with self._mutex:
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                os.close(handle)

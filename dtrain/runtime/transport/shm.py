@@ -16,21 +16,21 @@ it reads one buffer and writes the other, so doing it twice does no harm.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.arrays import ALIGNMENT, aligned_bytes, quiet
+from dtrain.arrays import ALIGNMENT, quiet
 from dtrain.errors import ProtocolError
 from dtrain.layout import Layout
 from dtrain.machines.cursor import Cursor, Take
 from dtrain.messages import Batch, Contribution, Pushed, Reduced
 from dtrain.optim import Optimizer
 from dtrain.partition import ShardPlan
-from dtrain.runtime.arena import Arena, frozen
+from dtrain.runtime.arena import Arena
+from dtrain.runtime.link import Copies
 from dtrain.runtime.shards import StepRefused, Updater, cut, describe_culprit
 from dtrain.runtime.transport.segment import TOKEN, Bells, Locks, Segment
 
@@ -61,7 +61,7 @@ class Plan:
     ) -> None:
         self.replicas = replicas
         self.shards = shards
-        self.version = TOKEN // _WORD + _LINE
+        self.version = -(-TOKEN // ALIGNMENT) * _LINE
         self.replica_line = self.version + _LINE
         self.shard_line = self.replica_line + replicas * _LINE
         self.cursor = self.shard_line + shards * _LINE
@@ -166,22 +166,15 @@ class _Link:
         self._words = host.arena.words
         self._reals = host.arena.reals
         self._plan = host.arena.plan
-        hosts = [h.address for h in host.launch.hosts]
-        self._bells = Bells(host.arena.segment.path, hosts.index(host.plan.address), len(hosts))
-        self._mutex = threading.Lock()
-        self._closed = False
-        host.on_stop(self._wake)
-
-    def _wake(self) -> None:
-        """From another thread: the job is to stop."""
-        with self._mutex:
-            if not self._closed:
-                self._bells.ring_mine()
+        #: those that wait: without replicas there is nothing to wait for
+        self._hosts = [h.address for h in host.launch.hosts if h.replicas]
+        mine = self._hosts.index(host.plan.address)
+        self._bells = Bells(host.arena.segment.path, mine, len(self._hosts))
+        # The bells alone, not the link: it would keep the file mapped for as long as the host.
+        host.on_stop(self._bells.ring_mine)
 
     def close(self) -> None:
-        with self._mutex:
-            self._closed = True
-            self._bells.close()
+        self._bells.close()
 
 
 class SyncLink(_Link):
@@ -201,9 +194,8 @@ class SyncLink(_Link):
             }
             for s in shards
         }
-        hosts = host.launch.hosts
         self._lead = host.arena.lead
-        self._chief = next(n for n, h in enumerate(hosts) if h.address == host.launch.chief.address)
+        self._chief = self._hosts.index(host.launch.chief.address)
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -280,16 +272,19 @@ class SyncLink(_Link):
         contributions = tuple(self._contribution(i) for i in members)
         generation = self._host.generation
         with self._arena.lock:
+            # Several hosts of this process see that all is done; one of them decides.
+            if self._lead.version > step:
+                return
             self._lead.handle(Pushed(generation, step, contributions))
             for shard in range(self._plan.shards):
                 problem = self._problem(shard, step, contributions)
                 self._lead.handle(Reduced(generation, step, shard, problem))
             verdict = self._lead.verdict(step)
-        if verdict is None:
-            raise ProtocolError(f"step {step}: all shards have reported, and there is no verdict")
-        if not verdict.ok:
-            raise StepRefused(verdict.problem)
-        self._words[self._plan.version] = step + 1
+            if verdict is None:
+                raise ProtocolError(f"step {step}: all shards have reported, but no verdict")
+            if not verdict.ok:
+                raise StepRefused(verdict.problem)
+            self._words[self._plan.version] = step + 1
         self._bells.ring_others()
 
     def _contribution(self, replica: int) -> Contribution:
@@ -323,7 +318,7 @@ class SyncLink(_Link):
         return f"waiting for the gradients of replicas {missing}" if missing else "applying"
 
 
-class AsyncLink(_Link):
+class AsyncLink(Copies, _Link):
     """Asynchronous exchanges in the shared file: the pushing replica applies, under a lock.
 
     Each replica has its own copy of the parameters, renewed shard by shard under the same lock:
@@ -331,41 +326,18 @@ class AsyncLink(_Link):
     """
 
     def __init__(self, host: Host) -> None:
-        super().__init__(host)
+        Copies.__init__(self, host)
+        _Link.__init__(self, host)
         arena = self._arena
         self._updaters = {s: arena.updater(s) for s in range(self._plan.shards)}
         self._cursor_lock = self._plan.shards
         state = self._words[self._plan.cursor : self._plan.cursor + self._plan.cursor_words]
         self._cursor = Cursor(host.parts.plan, host.generation, state)
-        self._copies: dict[int, Mapping[str, Any]] = {}
-        self._into: dict[tuple[int, int], list[Any]] = {}
-        self._grads: dict[tuple[int, int], list[Any]] = {}
-        self._versions: dict[tuple[int, int], int] = {}
-        self._requests = dict.fromkeys(host.plan.replicas, 0)
-        for replica in host.plan.replicas:
-            buffer = aligned_bytes(host.layout.nbytes)
-            buffer[:] = host.initial_buffer
-            self._copies[replica] = frozen(host.layout.views(buffer))
-            for shard in range(self._plan.shards):
-                ranges = arena.shard_plan.shards[shard].ranges
-                self._into[replica, shard] = cut(buffer, ranges)
-                self._grads[replica, shard] = cut(arena.grads[replica], ranges)
-                self._versions[replica, shard] = 0
-
-    def params(self, replica: int) -> Mapping[str, Any]:
-        return self._copies[replica]
-
-    def grads(self, replica: int) -> Mapping[str, Any]:
-        return self._arena.grad_views[replica]
-
-    def version(self, replica: int) -> int:
-        """Updates applied at the lead shard, as far as this replica's copy has them."""
-        return self._versions[replica, 0]
 
     def take(self, replica: int, epoch: int) -> Batch | None:
         """The next batch of a replica in an epoch."""
-        request = self._requests[replica]
-        self._requests[replica] += 1
+        request = self.requests[replica]
+        self.requests[replica] += 1
         self._acquire(self._cursor_lock)
         try:
             event = Take(self._host.generation, replica, request, epoch)
@@ -376,7 +348,7 @@ class AsyncLink(_Link):
     def push(self, replica: int, contribution: Contribution, epoch: int) -> Batch | None:
         """Apply the replica's gradient, renew its parameters; returns its next batch."""
         age = self._exchange(replica, push=True)
-        self._host.commit(contribution, epoch, age, self._versions[replica, 0])
+        self._host.commit(contribution, epoch, age, self.versions[replica, 0])
         return self.take(replica, epoch)
 
     def pull(self, replica: int) -> None:
@@ -404,16 +376,16 @@ class AsyncLink(_Link):
             try:
                 version = words[at]
                 if shard == 0:
-                    age = version - self._versions[replica, 0]
+                    age = version - self.versions[replica, 0]
                 if push:
                     with quiet():
-                        self._updaters[shard].apply(version + 1, self._grads[replica, shard])
+                        self._updaters[shard].apply(version + 1, self.flat_grads[replica, shard])
                     version += 1
                     words[at] = version
                 params = self._updaters[shard].params[0]
-                for source, target in zip(params, self._into[replica, shard], strict=True):
+                for source, target in zip(params, self.into[replica, shard], strict=True):
                     np.copyto(target, source)
-                self._versions[replica, shard] = version
+                self.versions[replica, shard] = version
             finally:
                 self._arena.locks.release(shard)
         return age

@@ -1,0 +1,152 @@
+"""What the master keeps of one job beside its machine, and how it tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dtrain.machines.jobs import JobMachine, State
+from dtrain.machines.ledger import Ledger
+from dtrain.spec import JobSpec
+
+if TYPE_CHECKING:
+    from distributed import Future
+
+
+class Record:
+    """What the master keeps of one job beside its machine."""
+
+    def __init__(self, machine: JobMachine, spec: JobSpec, owner: str | None, hold: str) -> None:
+        self.machine = machine
+        self.spec = spec
+        #: the id of the client that an attached job lives and dies with
+        self.owner = owner
+        #: the name under which the data's keys are held
+        self.hold = hold
+        self.model = b""
+        self.data: Any = None
+        self.futures: dict[str, Future] = {}
+        self.watchers: list[asyncio.Task[Any]] = []
+        self.changed = asyncio.Condition()
+        #: address -> the host's last summary, and when it came
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.created = time.time()
+
+    @property
+    def id(self) -> str:
+        return self.machine.id
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Of the hosts' last summaries: step, loss, samples, ledger, and when they came."""
+        found = [r for r in self.reports.values() if "account" in r]
+        if not found:
+            return {}
+        accounts = [r["account"] for r in found]
+        losses = [a["loss"] for a in accounts if a["loss"] == a["loss"]]
+        return {
+            "step": max(a["step"] for a in accounts),
+            "loss": sum(losses) / len(losses) if losses else None,
+            "samples": sum(a["samples"] for a in accounts),
+            "ledger": Ledger.total(a["ledger"] for a in accounts).to_dict(),
+            "at": max(r["at"] for r in found),
+        }
+
+    # -- the status, as the master's handlers give it ------------------------------------------
+
+    def describe(self, now: float, stall: float, *, brief: bool = False) -> dict[str, Any]:
+        """The job in plain values; ``brief`` leaves out what can be long."""
+        machine, spec, progress = self.machine, self.spec, self.progress
+        failure = machine.outcome.failure if machine.outcome else None
+        shown = None if machine.state is State.SUCCEEDED else failure
+        last = machine.history[-1] if machine.history else {}
+        step = max(last.get("step", 0), progress.get("step", 0))
+        fresh = step > last.get("step", 0)
+        described = {
+            "id": self.id,
+            "name": spec.name,
+            "state": str(machine.state),
+            "reason": shown.reason if shown and machine.state is State.FAILED else None,
+            "message": shown.message if shown else None,
+            "mode": spec.mode,
+            "step": step,
+            "epoch": min(len(machine.history) + (not machine.terminal), spec.epochs),
+            "epochs": spec.epochs,
+            "steps": spec.steps,
+            "loss": progress.get("loss") if fresh else last.get("loss"),
+            "samples_per_s": self._speed(),
+            "samples": progress.get("samples", sum(e["samples"] for e in machine.history)),
+            "rows": self.data.x.rows if self.data is not None else None,
+            "replicas": {str(i): h.address for h in machine.hosts for i in h.replicas},
+            "shards": {str(s): h.address for h in machine.hosts for s in h.shards},
+            "ledger": machine.ledger or progress.get("ledger"),
+            "metrics": _last_metrics(last),
+            "output": spec.output if machine.state is State.SUCCEEDED else None,
+            "result": self._result(),
+            "attached": self.owner is not None,
+            "submitted": self.created,
+            "seconds": (machine.ended or now) - machine.submitted,
+            "why": self._why(now, stall),
+        }
+        if not brief:
+            described["history"] = machine.history
+            described["traceback"] = shown.traceback if shown else None
+            described["exception"] = shown.exception if shown else None
+        return described
+
+    def _result(self) -> tuple[str, str] | None:
+        """Where the result of a success lies: its key, and the worker's address."""
+        if self.machine.state is not State.SUCCEEDED:
+            return None
+        chief = self.machine.hosts[0].address
+        future = self.futures.get(chief)
+        return (future.key, chief) if future is not None else None
+
+    def _speed(self) -> float | None:
+        machine, progress = self.machine, self.progress
+        done = sum(e["samples"] for e in machine.history)
+        spent = sum(e["seconds"] for e in machine.history)
+        if machine.state is State.RUNNING and progress.get("samples", 0) > done:
+            done = progress["samples"]
+            spent += progress["at"] - machine.epoch_began
+        return done / spent if spent > 0 and done else None
+
+    def _why(self, now: float, stall: float) -> str:
+        """Who waits for whom, in words."""
+        machine = self.machine
+        if machine.terminal:
+            failure = machine.outcome.failure if machine.outcome else None
+            return f"it has ended: {machine.state}, {failure.message if failure else 'done'}"
+        names = ", ".join(str(h) for h in machine.waiting())
+        spent = now - machine.entered
+        if machine.state is State.PREPARING:
+            return f"waiting for {names} to get ready, for {spent:.1f} s"
+        if machine.state is State.STOPPING:
+            return f"stopping, waiting for {names}, for {spent:.1f} s"
+        slow = self._computing_long(now, stall)
+        if machine.state is State.RUNNING and slow:
+            return f"step {self.progress.get('step', 0)} waits for {' and '.join(slow)}"
+        for (epoch, phase), payloads in machine.reached.items():
+            late = [str(h) for h in machine.hosts if h.replicas and h.address not in payloads]
+            return f"the end of epoch {epoch + 1} ({phase}) waits for {', '.join(late)}"
+        return "it is running; nobody waits"
+
+    def _computing_long(self, now: float, stall: float) -> list[str]:
+        """The replicas that have been in user code for longer than a stall, in words."""
+        found = []
+        for host in self.machine.hosts:
+            report = self.reports.get(host.address)
+            if report is None or report["computing"] is None:
+                continue
+            replica, seconds = report["computing"]
+            if seconds >= stall:
+                spent = seconds + now - report["at"]
+                found.append(f"replica {replica} on {host}, computing for {spent:.1f} s")
+        return found
+
+
+def _last_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("loss", "samples_per_s")
+    return {k: v for k, v in record.items() if k in kept or k.startswith("val_")}
