@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dtrain.cluster import connect, doctor
     from dtrain.errors import (
         ClusterError,
+        ClusterWarning,
         DataError,
         DeadlineError,
         DTrainError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Async": "dtrain.spec",
     "ClusterError": "dtrain.errors",
+    "ClusterWarning": "dtrain.errors",
     "DTrainError": "dtrain.errors",
     "DataError": "dtrain.errors",
     "DeadlineError": "dtrain.errors",
@@ -78,6 +80,7 @@ _HOMES = {
 __all__ = [
     "Async",
     "ClusterError",
+    "ClusterWarning",
     "DTrainError",
     "DataError",
     "DeadlineError",

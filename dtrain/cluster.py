@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
+import logging
 import os
 import platform
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from dtrain._version import __version__
-from dtrain.config import settings
+from dtrain.config import settings, temporary_directory
 from dtrain.errors import ClusterError, DTrainError, SpecError
 from dtrain.runtime.rpc import opened
 
@@ -74,9 +76,7 @@ class Control:
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, DTrainError):
                 raise
-            raise ClusterError(
-                f"{self.address}: no scheduler answers there ({_words(error)})"
-            ) from None
+            raise _no_answer(self.address, error) from None
         except (ValueError, RuntimeError) as error:
             if isinstance(error, DTrainError):
                 raise
@@ -100,16 +100,59 @@ async def _call_client(client: Client, op: str, seconds: float, message: dict[st
 
 
 async def _call_address(address: str, op: str, seconds: float, message: dict[str, Any]) -> Any:
-    from distributed.core import rpc
+    from distributed.core import connect, send_recv
     from distributed.security import Security
 
+    check_address(address)
     arguments = Security().get_connection_args("client")
-    async with rpc(address, timeout=seconds, connection_args=arguments) as peer:
-        return await asyncio.wait_for(getattr(peer, op)(**message), seconds)
+    deadline = settings().connect_deadline
+    connecting = connect(address, timeout=deadline, **arguments)
+    try:
+        # Dask's own deadline is for the connection, not for the first word of who took it.
+        comm = await asyncio.wait_for(connecting, deadline + 0.5)
+    except TimeoutError:
+        raise OSError("what takes the connection does not speak as a scheduler does") from None
+    try:
+        return await asyncio.wait_for(send_recv(comm, op=op, **message), seconds)
+    finally:
+        await comm.close()
+
+
+def check_address(address: str) -> None:
+    """Raise SpecError for what no scheduler can have as its address.
+
+    A Client of such an address would fail only when it is closed, after ten seconds.
+    """
+    from distributed.comm.addressing import parse_address, parse_host_port
+    from distributed.comm.registry import get_backend
+    from distributed.security import Security
+
+    try:
+        scheme, location = parse_address(address)
+        get_backend(scheme)
+        if scheme in ("tcp", "tls", "ws", "wss"):
+            parse_host_port(location)
+    except ValueError as error:
+        raise SpecError(
+            f"{address}: found no address ({error}), expected one like tcp://127.0.0.1:8786"
+        ) from None
+    if scheme == "tls" and not Security().get_connection_args("client").get("ssl_context"):
+        raise SpecError(
+            f"{address}: found no TLS certificates, expected them in Dask's configuration "
+            f"(distributed.comm.tls.ca-file, .client.cert and .client.key)"
+        )
 
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _no_answer(address: str, error: BaseException) -> ClusterError:
+    """Dask says that it has tried for so long; what it met is behind that."""
+    while isinstance(error.__cause__, OSError):
+        error = error.__cause__
+    words = str(error) or "not in time"
+    return ClusterError(f"{address}: no scheduler answers there ({words})")
 
 
 def install(client: Client) -> dict[str, Any]:
@@ -201,23 +244,26 @@ def connect(address: Client | str | None = None, *, workers: int | None = None) 
 def open_client(address: str) -> Client:
     from distributed import Client
 
+    # A Client would wait without end for the first word of what takes connections and is mute.
+    Control(address).raw("echo", settings().connect_deadline, data="")
     try:
         return Client(address, timeout=settings().connect_deadline, set_as_default=False)
     except (OSError, TimeoutError, ValueError) as error:
-        raise ClusterError(f"{address}: no scheduler answers there ({_words(error)})") from None
+        raise _no_answer(address, error) from None
 
 
 @contextmanager
 def _embedded(workers: int | None) -> Iterator[Client]:
     """A LocalCluster of our own, closed at the end, whatever happens."""
-    import dask.config
     from distributed import Client, LocalCluster
 
     check_main_guard()
     with (
-        tempfile.TemporaryDirectory(prefix="dtrain-") as directory,
-        dask.config.set({"distributed.worker.daemon": True}),
+        tempfile.TemporaryDirectory(prefix="dtrain-", dir=temporary_directory()) as folder,
+        _quiet(folder),
+        ExitStack() as stack,
     ):
+        # An interrupt that was held comes when the inner block ends: all is on the stack by then.
         with _interrupts_held():
             cluster = LocalCluster(
                 n_workers=workers or os.cpu_count() or 1,
@@ -225,17 +271,50 @@ def _embedded(workers: int | None) -> Iterator[Client]:
                 processes=True,
                 host="127.0.0.1",
                 dashboard_address=None,
-                local_directory=directory,
-                silence_logs=40,
+                # Its bare HTTP server takes any port, not one that another cluster wants.
+                scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
+                silence_logs=logging.CRITICAL,
             )
-        try:
+            stack.callback(cluster.close, timeout=10)
+            # Also for whoever leaves at once, as the CLI does when it is interrupted twice.
+            cluster.forget_jobs = functools.partial(_forget_jobs, cluster)
             client = Client(cluster, set_as_default=False)
-            try:
-                yield client
-            finally:
-                client.close(timeout=5)
-        finally:
-            cluster.close(timeout=10)
+            stack.callback(client.close, timeout=5)
+            stack.callback(cluster.forget_jobs)
+        yield client
+
+
+def _forget_jobs(cluster: Any) -> None:
+    """Remove what the jobs of an embedded cluster share in memory.
+
+    They do it themselves when they end, but not when all their workers are killed.
+    """
+    from dtrain.runtime.transport import segment
+
+    master = cluster.scheduler.extensions.get("dtrain")
+    jobs = [] if master is None else list(master.jobs)
+    for base in (None, tempfile.gettempdir()) if jobs else ():
+        with suppress(OSError):
+            place = segment.directory(base)
+            for job in jobs:
+                for lock in list(place.glob(f"{job}-*.held")):
+                    segment.unlink(lock.with_suffix(""))
+            place.rmdir()  # made when asked for; it stays if others are in it
+
+
+@contextmanager
+def _quiet(folder: str) -> Iterator[None]:
+    """Files in ``folder``; and what goes wrong is told by errors, not by logs of two processes."""
+    import dask.config
+
+    log = logging.getLogger("dtrain")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with dask.config.set({"distributed.worker.daemon": True, "temporary-directory": folder}):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager
@@ -272,6 +351,13 @@ def check_main_guard() -> None:
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SpecError(_GUARD.format(where="this script"))
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if script and getattr(main, "__spec__", None) is None and not os.path.exists(script):
+        raise SpecError(
+            f"{script}: found no such file, expected the script in a file to start an embedded "
+            f"cluster from it: worker processes import it again"
+        )
     frame: Any = sys._getframe()
     while frame is not None:
         names = frame.f_globals
@@ -322,20 +408,22 @@ def doctor(client: Client | str) -> dict[str, Any]:
         info = Control(opened_client).raw("dtrain_info") or {"value": None}
         value = info.get("value") or {"version": None, "versions": {}, "problems": []}
         here = _entry("client", versions["client"], __version__, None, None)
+        address = str(opened_client.scheduler.address)
+        if value["version"] and versions["workers"]:
+            problem = None  # its own lines tell
         scheduler = _entry(
-            str(opened_client.scheduler.address),
-            versions["scheduler"],
-            value["version"],
-            None if value["version"] else problem,
-            here,
+            f"scheduler {address}", versions["scheduler"], value["version"], problem, here
         )
         wrong = dict(value["problems"])
+        names = {w: a["name"] for w, a in opened_client.scheduler_info(-1)["workers"].items()}
         workers = []
         for address, found in sorted(versions["workers"].items()):
             said = next((words for member, words in wrong.items() if address in member), None)
             if said is None and address not in value["versions"]:
-                said = problem or "has not said hello"
-            workers.append(_entry(address, found, value["versions"].get(address), said, here))
+                said = "has not been asked: the scheduler cannot run dtrain"
+            name = names.get(address, address)
+            where = f"worker {address}" if name == address else f"worker {name} ({address})"
+            workers.append(_entry(where, found, value["versions"].get(address), said, here))
         return {"client": here, "scheduler": scheduler, "workers": workers}
 
 

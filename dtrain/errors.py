@@ -18,6 +18,9 @@
     `-- ModelFileError     a saved model is not readable
 
 Each message names what was found and what was expected.
+
+``ClusterWarning``, a UserWarning, is for a cluster that can do what is asked, but not as well as
+it seems: a worker without dtrain, say.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ class DataError(DTrainError, ValueError):
 
 class ClusterError(DTrainError):
     """No cluster answers there, or dtrain is missing or of another version on it."""
+
+
+class ClusterWarning(UserWarning):
+    """The cluster can do it, but not as well as it seems; names the worker and the reason."""
 
 
 class JobNotFound(DTrainError, LookupError):

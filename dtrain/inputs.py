@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.errors import ClusterError, DataError, JobFailed
+from dtrain.errors import ClusterError, ClusterWarning, DataError, JobFailed
 from dtrain.job import Job, task_of
 from dtrain.runtime.data import ArrayRef, DataPlan, Parts
 
@@ -282,6 +282,7 @@ class _Placer:
             warnings.warn(
                 f"this client cannot reach worker {worker} ({error}); the data goes through the "
                 f"scheduler",
+                ClusterWarning,
                 stacklevel=2,
             )
             self._direct = False

@@ -8,13 +8,17 @@ loop, :mod:`dtrain.runtime.transport` takes gradients to :mod:`dtrain.runtime.sh
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+import io
+import warnings
+from collections import ChainMap
+from types import CodeType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import cloudpickle
 
 from dtrain.cluster import Control, connect, install
 from dtrain.config import settings
-from dtrain.errors import SpecError
+from dtrain.errors import ClusterWarning, SpecError
 from dtrain.handle import Handle
 from dtrain.inputs import prepare
 from dtrain.job import FIELDS, Job
@@ -99,6 +103,8 @@ def submit(
     _check(job)
     target = _running(client)
     info = install(target)
+    for member, problem in info["problems"]:
+        warnings.warn(f"{member} is left out: {problem}", ClusterWarning, stacklevel=2)
     workers = [address for address, _ in info["ready"]]
     replicas = job.replicas or len(workers)
     inputs = prepare(job, target, workers, replicas)
@@ -109,7 +115,7 @@ def submit(
         spec=job.spec(detach=detach)
         .resolved(replicas=replicas, shards=job.shards or len(workers))
         .to_dict(),
-        model=cloudpickle.dumps(job.model),
+        model=_pickled(job.model),
         data=cloudpickle.dumps(inputs.plan),
         client=control.client_id,
     )
@@ -134,6 +140,27 @@ def _job(model: Any, X: Any, y: Any, arguments: dict[str, Any]) -> Job:
 def _check(job: Job) -> None:
     if job.output is not None:
         check_target(job.output)
+
+
+def _pickled(model: Any) -> bytes:
+    """By value where the workers cannot import it, with the names of its files.
+
+    By these a remote traceback shows the user's own lines; cloudpickle by itself drops them.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(model)
+    return buffer.getvalue()
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if a == "<dynamic-code>" else a for a in arguments)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 def _running(client: Client | str | None) -> Client:

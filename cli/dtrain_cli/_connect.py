@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
 
-from dtrain_cli._signals import sparing_children
+from dtrain_cli._signals import on_leaving, sparing_children
 
 Scheduler = Annotated[
     str | None,
@@ -34,7 +37,11 @@ def find_address(given: str | None) -> str | None:
 
 
 def need_address(given: str | None) -> str:
-    from dtrain.errors import ClusterError
+    """For verbs that look at jobs: by its address, never as one of its clients.
+
+    An attached job lives and dies with the client that attached last; that is not to be us.
+    """
+    from dtrain import ClusterError
 
     address = find_address(given)
     if address is None:
@@ -50,13 +57,40 @@ def connected(address: str | None, *, workers: int | None = None) -> Iterator[An
     """A client of the cluster there, or of an embedded one for the length of the command."""
     import dtrain
 
+    quiet()
     with ExitStack() as stack:
         if address is None:
+            stack.enter_context(folder_of_ours())
             with sparing_children():
                 client = stack.enter_context(dtrain.connect(None, workers=workers))
+            forget = getattr(getattr(client, "cluster", None), "forget_jobs", None)
+            if forget is not None:  # it is not a client that the user's own modules have made
+                stack.enter_context(on_leaving(forget))
         else:
             client = stack.enter_context(dtrain.connect(address))
         yield client
+
+
+def quiet() -> None:
+    """What Dask logs in this process from now on is not shown: our own errors tell it."""
+    import distributed  # noqa: F401 - it makes the handlers
+
+    for handler in logging.getLogger("distributed").handlers:
+        handler.setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def folder_of_ours() -> Iterator[None]:
+    """Where Dask puts its files meanwhile; gone afterwards, also if we leave at once."""
+    import dask.config
+
+    place = dask.config.get("temporary-directory", None)
+    with (
+        tempfile.TemporaryDirectory(prefix="dtrain-", dir=place) as folder,
+        on_leaving(lambda: shutil.rmtree(folder, ignore_errors=True)),
+        dask.config.set({"temporary-directory": folder}),
+    ):
+        yield
 
 
 def embedded_workers(replicas: int | None) -> int:

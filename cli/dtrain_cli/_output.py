@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
@@ -99,11 +100,12 @@ class Report:
 @contextmanager
 def command(as_json: bool, failure: Failure = plain_failure) -> Iterator[Report]:
     """Run the body of a command: errors of dtrain become a message and an exit code."""
-    from dtrain.errors import ClusterError, DataError, DTrainError, JobNotFound, SpecError
+    from dtrain import ClusterError, DataError, DTrainError, JobNotFound, SpecError
 
     report = Report(as_json, failure)
     with ExitStack() as stack:
         stack.enter_context(report.stdout_kept())
+        stack.enter_context(warnings_in_words(report))
         stack.enter_context(interruptible(_interrupt, report.last_words))
         try:
             yield report
@@ -128,6 +130,24 @@ def command(as_json: bool, failure: Failure = plain_failure) -> Iterator[Report]
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@contextmanager
+def warnings_in_words(report: Report) -> Iterator[None]:
+    """Those of dtrain are for people: a line, without the place in our code."""
+    from dtrain import ClusterWarning
+
+    with warnings.catch_warnings():
+        plainly = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+            if issubclass(category, ClusterWarning):
+                report.note(f"dtrain: warning: {message}")
+            else:
+                plainly(message, category, *place)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def clean(value: Any) -> Any:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from dtrain_cli._connect import embedded_workers
+from dtrain_cli._connect import embedded_workers, folder_of_ours, quiet
 from dtrain_cli._output import command
 from dtrain_cli._signals import interruptible, sparing_children
+
+_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+#: How long a cluster that is stopped waits for a job to be cancelled, in seconds.
+_CANCEL_WAIT = 5.0
 
 app = typer.Typer(no_args_is_help=True, help="A cluster on this machine.", rich_markup_mode=None)
 
@@ -43,12 +50,12 @@ def start(
     """
     with command(as_json=False):
         stop = threading.Event()
-        with interruptible(stop.set):
+        with interruptible(stop.set), folder_of_ours():
             _serve(workers, threads, _dashboard_address(dashboard), port, stop)
 
 
 def _dashboard_address(text: str) -> str:
-    from dtrain.errors import SpecError
+    from dtrain import SpecError
 
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
@@ -63,8 +70,9 @@ def _serve(
 
     from distributed import LocalCluster
 
-    from dtrain.errors import ClusterError
+    from dtrain import ClusterError
 
+    logging.getLogger("distributed.deploy.spec").setLevel(logging.ERROR)  # it is told below
     try:
         with sparing_children():
             cluster = LocalCluster(
@@ -76,12 +84,35 @@ def _serve(
             )
     except (OSError, RuntimeError) as error:
         raise ClusterError(
-            f"the cluster did not start: {error}. If port {port} is taken, choose one by --port"
+            f"the cluster did not start: {_root(error)}; found --port {port}, "
+            f"expected one that is free, or 0 for any"
         ) from error
     with cluster:
-        address = cluster.scheduler_address
+        address = str(cluster.scheduler_address)
         typer.echo(f"scheduler  {address}")
         typer.echo(f"dashboard  {cluster.dashboard_link}")
         typer.echo(f"to use it  export DTRAIN_SCHEDULER={address}")
         typer.echo("Ctrl-C stops it.", err=True)
         stop.wait()
+        _wind_down(address)
+
+
+def _root(error: BaseException) -> BaseException:
+    """What it all began with: Dask wraps that several times."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _wind_down(address: str) -> None:
+    """End the jobs, so that the workers can close in order, and be quiet about what gets lost."""
+    import dtrain
+
+    quiet()
+    with suppress(dtrain.DTrainError):
+        left = [handle for handle in dtrain.jobs(address) if handle.state not in _ENDED]
+        for handle in left:
+            typer.echo(f"cancelling job {handle.id}; again to leave at once", err=True)
+            handle.cancel()
+        for handle in left:
+            handle.wait(timeout=_CANCEL_WAIT, progress=False)

@@ -16,7 +16,7 @@ from dtrain_cli._connect import (
     find_address,
     need_address,
 )
-from dtrain_cli._output import FAILED, NO_CLUSTER, SUCCEEDED, Report, columns, command, pairs
+from dtrain_cli._output import FAILED, NO_CLUSTER, Report, columns, command, pairs
 from dtrain_cli._signals import INTERRUPTED
 
 #: How long an interrupted submit waits for its job to be cancelled, in seconds.
@@ -59,8 +59,7 @@ def submit(
     """
     with command(as_json, no_job) as report:
         import dtrain
-        from dtrain.errors import SpecError
-        from dtrain.specfile import load_job
+        from dtrain import SpecError, load_job
 
         address = find_address(scheduler)
         if detach and address is None:
@@ -73,8 +72,7 @@ def submit(
             handle = dtrain.submit(job, client=client, detach=detach)
             report.failure = lambda kind, message: {
                 **no_job(kind, message),
-                "id": handle.id,
-                "state": handle.state,
+                "id": handle.id,  # its state is what cannot be told any more
             }
             if detach:
                 _report_submitted(report, handle, address)
@@ -101,7 +99,7 @@ def _report_submitted(report: Report, handle: Any, address: str | None) -> None:
 
 def _wait(report: Report, handle: Any) -> bool:
     """Wait for the end of a job; True if that was cut short by Ctrl-C or SIGTERM."""
-    from dtrain.errors import DeadlineError
+    from dtrain import DeadlineError
 
     try:
         handle.wait()
@@ -117,9 +115,10 @@ def _wait(report: Report, handle: Any) -> bool:
 
 def _report_end(report: Report, status: dict[str, Any], interrupted: bool) -> None:
     report.document = _outcome(status)
-    report.show = pairs(_summary(status))
-    report.code = SUCCEEDED if status["state"] == "SUCCEEDED" else FAILED
-    if report.code == FAILED:
+    if status["state"] == "SUCCEEDED":
+        report.show = pairs(_summary(status))
+    else:
+        report.code = FAILED
         report.note(_why_failed(status))
     if interrupted:
         report.code = INTERRUPTED
@@ -136,9 +135,10 @@ def _why_failed(status: dict[str, Any]) -> str:
 def _summary(status: dict[str, Any]) -> dict[str, Any]:
     """What people want to know of a job, by the names they see."""
     epoch, epochs = status.get("epoch"), status.get("epochs")
-    last = dict((status.get("history") or [{}])[-1])
+    history = status.get("history") or []
     metrics = status.get("metrics") or {}
     known = ("epoch", "epochs", "step", "loss", "samples", "seconds", "samples_per_s")
+    trained = sum(record.get("seconds") or 0.0 for record in history)
     return {
         "job": status["id"],
         "name": status.get("name"),
@@ -149,10 +149,19 @@ def _summary(status: dict[str, Any]) -> dict[str, Any]:
         "steps": status.get("step"),
         "loss": status.get("loss"),
         **{name: value for name, value in metrics.items() if name not in known},
-        "samples/s": status.get("samples_per_s") or last.get("samples_per_s"),
-        "replicas": status.get("replicas"),
+        "samples/s": status.get("samples_per_s"),
+        "seconds": trained or None,
+        "replicas": _places(status.get("replicas")),
         "model": status.get("output"),
     }
+
+
+def _places(replicas: Any) -> str | None:
+    """How many there are, and on how many workers."""
+    if not isinstance(replicas, dict) or not replicas:
+        return None
+    workers = len(set(replicas.values()))
+    return f"{len(replicas)} on {workers} worker{'s' if workers > 1 else ''}"
 
 
 def list_(scheduler: Scheduler = None, as_json: Json = False) -> None:
@@ -165,13 +174,12 @@ def list_(scheduler: Scheduler = None, as_json: Json = False) -> None:
     with command(as_json) as report:
         import dtrain
 
-        with connected(need_address(scheduler)) as client:
-            jobs = [handle.status() for handle in dtrain.jobs(client)]
+        jobs = [handle.status() for handle in dtrain.jobs(need_address(scheduler))]
         keys = ["id", "name", "state", "reason", "epoch", "epochs", "step", "loss"]
         keys += ["samples_per_s", "replicas", "shards"]
         report.document = {"jobs": [{key: job.get(key) for key in keys} for job in jobs]}
-        shown = ["id", "name", "state", "epoch", "step", "loss", "samples_per_s"]
-        headings = ["ID", "NAME", "STATE", "EPOCH", "STEP", "LOSS", "SAMPLES/S"]
+        shown = ["id", "name", "state", "reason", "epoch", "step", "loss", "samples_per_s"]
+        headings = ["ID", "NAME", "STATE", "REASON", "EPOCH", "STEP", "LOSS", "SAMPLES/S"]
         if jobs:
             report.show = columns(headings, [[job.get(key) for key in shown] for job in jobs])
         else:
@@ -188,8 +196,7 @@ def status(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) ->
     with command(as_json) as report:
         import dtrain
 
-        with connected(need_address(scheduler)) as client:
-            found = dtrain.attach(job_id, client).status()
+        found = dtrain.attach(job_id, need_address(scheduler)).status()
         report.document = found
         report.show = pairs(_summary(found))
         if found["state"] == "FAILED" and found.get("traceback"):
@@ -206,9 +213,8 @@ def why(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> No
     with command(as_json) as report:
         import dtrain
 
-        with connected(need_address(scheduler)) as client:
-            handle = dtrain.attach(job_id, client)
-            text, state = handle.why_waiting(), handle.state
+        handle = dtrain.attach(job_id, need_address(scheduler))
+        text, state = handle.why_waiting(), handle.state
         report.document = {"id": job_id, "state": state, "why": text}
         report.show = lambda console: console.print(text)
 
@@ -223,10 +229,9 @@ def cancel(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) ->
     with command(as_json) as report:
         import dtrain
 
-        with connected(need_address(scheduler)) as client:
-            handle = dtrain.attach(job_id, client)
-            handle.cancel()
-            state = handle.state
+        handle = dtrain.attach(job_id, need_address(scheduler))
+        handle.cancel()
+        state = handle.state
         report.document = {"id": job_id, "state": state}
         report.show = lambda console: console.print(f"{job_id} {state}")
 

@@ -10,7 +10,8 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from dtrain.runtime.lead import Account, AsyncLead, SyncLead
 from dtrain.runtime.shards import AsyncShard, SyncShard
 from dtrain.runtime.transport import meeting, open_link
 from dtrain.runtime.transport.meeting import Meeting
+from dtrain.runtime.transport.segment import Segment
 from dtrain.runtime.usercode import calling
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Host:
         self.feed: Feed = None  # type: ignore[assignment]  # until `prepare`
         #: where the processes of this machine meet, if they can; see :mod:`.transport.meeting`
         self.meeting: Meeting | None = None
+        #: the chief's own mapping, until the arena is open
+        self._made: Segment | None = None
         self.link: Any = None
         #: the gradients that this host accounts for: all of a synchronous job's at the chief,
         #: its own replicas' in asynchronous mode
@@ -70,6 +74,8 @@ class Host:
         #: the replica that is in user code, and since when
         self._computing: tuple[int, float] | None = None
         self._on_stop: list[Callable[[], None]] = []
+        #: the questions that threads wait for; cancelled when the job is to stop
+        self._asked: set[Future[Any]] = set()
         #: set once the thread of the host's task has left
         self.left = threading.Event()
         self._stopped: str | None = None
@@ -114,7 +120,8 @@ class Host:
         self._open_arena(shared=answer["shared"])
         # A link looks for the shards, and so all of them must be there.
         self.barrier(0, "opened")
-        self.link = open_link(self)
+        if self.plan.replicas:
+            self.link = open_link(self)
         # Everybody has the first version by now; it is a whole model's worth of memory.
         self.initial_buffer = None
 
@@ -130,11 +137,11 @@ class Host:
                 return meeting.join(self, self.meeting)
             return Arena.private(self.layout, self.initial_buffer, 2 if self.synchronous else 1)
 
-        if not shared and self.meeting is not None and self.is_chief:
-            meeting.leave(self.meeting)
-            self.meeting = None
+        if not shared and self._made is not None:
+            meeting.leave(self)
         self.arena = arenas.acquire((self.launch.job, self.generation), make)
         self._open = True
+        self._unmake()
         with self.arena.lock:
             if self._stopped is not None:
                 self.arena.stop(self._stopped)
@@ -153,8 +160,15 @@ class Host:
         buffer = aligned_bytes(layout.nbytes)
         layout.write(buffer, params)
         self._layout_known(layout, buffer)
-        self.meeting = meeting.call(self)
+        called = meeting.call(self)
+        if called is not None:
+            self.meeting, self._made = called
         self.service.worker.loop.add_callback(self._published.set)
+
+    def _unmake(self) -> None:
+        if self._made is not None:
+            self._made.close()
+            self._made = None
 
     def _fetch(self) -> None:
         settings = self.launch.settings
@@ -162,7 +176,7 @@ class Host:
         chief = self.launch.chief
         while time.monotonic() < until:
             self._check()
-            answer = self.service.start(
+            answer = self._answer(
                 self.service.ask(
                     chief.address,
                     "dtrain_initial",
@@ -170,8 +184,9 @@ class Host:
                     job=self.launch.job,
                     generation=self.generation,
                     wait=settings.poll,
-                )
-            ).result(settings.prepare_deadline + 1)
+                ),
+                settings.prepare_deadline,
+            )
             if answer is not None:
                 self._layout_known(Layout.from_dict(answer["layout"]), answer["buffer"])
                 self.meeting = meeting.find(answer["meeting"])
@@ -237,6 +252,23 @@ class Host:
         if self._stopped is not None:
             raise Stopped(self._stopped)
 
+    def _answer(self, question: Coroutine[Any, Any, Any], deadline: float) -> Any:
+        """The answer to a question that has this deadline; Stopped as soon as the job stops.
+
+        A peer that has died would keep us for as long as Dask tries to reach it.
+        """
+        asked = self.service.start(question)
+        self._asked.add(asked)
+        try:
+            if self._stopped is not None:
+                asked.cancel()
+            return asked.result(deadline + 1)
+        except CancelledError:
+            self._check()
+            raise
+        finally:
+            self._asked.discard(asked)
+
     def barrier(self, epoch: int, phase: str, payload: dict[str, Any] | None = None) -> bool:
         """Wait for all hosts at the end of an epoch; returns whether the master says stop."""
         what = f"the end of epoch {epoch + 1} ({phase})"
@@ -252,7 +284,7 @@ class Host:
         until = time.monotonic() + settings.step_deadline
         while time.monotonic() < until:
             self._check()
-            answer = self.service.start(
+            answer = self._answer(
                 self.service.ask_master(
                     op,
                     settings.call_deadline + settings.poll,
@@ -261,8 +293,9 @@ class Host:
                     address=self.service.address,
                     wait=settings.poll,
                     **message,
-                )
-            ).result(settings.call_deadline + settings.poll + 1)
+                ),
+                settings.call_deadline + settings.poll,
+            )
             if answer["over"] is not None:
                 raise Stopped(answer["over"])
             if answer["go"]:
@@ -275,7 +308,7 @@ class Host:
             with self.arena.lock:
                 return self.arena.lead.take(replica, request, epoch)
         deadline = self.launch.settings.call_deadline
-        found = self.service.start(
+        found = self._answer(
             self.service.ask(
                 self.launch.chief.address,
                 "dtrain_take",
@@ -285,8 +318,9 @@ class Host:
                 replica=replica,
                 request=request,
                 epoch=epoch,
-            )
-        ).result(deadline + 1)
+            ),
+            deadline,
+        )
         return None if found is None else Batch(*found)
 
     def computing(self, replica: int) -> None:
@@ -321,9 +355,12 @@ class Host:
             if self._open:
                 self._open = False
                 arenas.release((self.launch.job, self.generation))
-            if self.meeting is not None:
-                meeting.leave(self.meeting)
-                self.meeting = None
+            self._unmake()
+            meeting.leave(self)
+
+    def abandon(self) -> None:
+        """Its worker closes while its thread is still in user code: nobody else will tidy up."""
+        meeting.leave(self)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Called, from another thread, when the job is to stop."""
@@ -363,6 +400,8 @@ class Host:
         if self.arena is not None:
             with self.arena.lock:
                 self.arena.stop(why)
+        for asked in list(self._asked):
+            asked.cancel()
         for callback in list(self._on_stop):
             callback()
 

@@ -22,7 +22,8 @@ from dtrain.errors import DataError, FencedError
 from dtrain.messages import Contribution, Push, Reduced
 from dtrain.runtime.data import read_rows
 from dtrain.runtime.rpc import answering, ask
-from dtrain.runtime.transport.meeting import describe
+from dtrain.runtime.transport.meeting import describe, forget
+from dtrain.runtime.transport.segment import sweep_all
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -34,6 +35,9 @@ logger = logging.getLogger("dtrain.worker")
 
 #: Seconds that a replica has to leave its loop when its worker closes; Dask gives it about 4.
 _LEAVE = 2.0
+
+#: How many jobs that were stopped are remembered.
+_STOPS = 100
 
 #: The services of this process, by their worker's address: several workers may share a process.
 _services: weakref.WeakValueDictionary[str, WorkerService] = weakref.WeakValueDictionary()
@@ -57,6 +61,8 @@ class WorkerService:
         self.address: str = worker.address
         #: job id -> its newest generation here
         self.hosts: dict[str, Host] = {}
+        #: job id -> up to which generation it was stopped, maybe before it began here, and why
+        self._stops: dict[str, tuple[int, str]] = {}
         self._arrival = asyncio.Condition()
         #: chunk -> the worker it was last seen at; a hint, renewed when it fails
         self._holders: dict[Any, str] = {}
@@ -78,6 +84,9 @@ class WorkerService:
         for op, handler in self.handlers.items():
             self.worker.handlers[op] = answering(cast(Callable[..., Any], handler))
         self.worker.metrics["dtrain"] = self.summary
+        # What jobs before left here, whose workers all died at once.
+        for swept in await offload(sweep_all):
+            logger.info("%s: removed shared memory that nobody holds: %s", self.address, swept)
         await ask(
             self.worker.scheduler, "dtrain_hello", 10.0, address=self.address, version=__version__
         )
@@ -89,8 +98,8 @@ class WorkerService:
         for host in list(self.hosts.values()):
             host.stop("its worker is closing")
             # What a thread still looks at is not closed under it; the process goes soon anyway.
-            if await offload(lambda host=host: host.left.wait(_LEAVE)):
-                await offload(host.close)
+            left = await offload(lambda host=host: host.left.wait(_LEAVE))
+            await offload(host.close if left else host.abandon)
         self.hosts.clear()
 
     async def summary(self, worker: Any) -> dict[str, Any]:
@@ -126,6 +135,9 @@ class WorkerService:
             )
         host = Host(self, launch)
         self.hosts[launch.job] = host
+        generation, why = self._stops.get(launch.job, (0, ""))
+        if generation >= launch.generation:
+            host.stop(why)
         self.start(self._announce())
         return host
 
@@ -228,9 +240,15 @@ class WorkerService:
             )
         return host
 
-    def stop(self, job: str, generation: int, why: str) -> None:
+    async def stop(self, job: str, generation: int, why: str) -> None:
+        self._stops[job] = generation, why
+        while len(self._stops) > _STOPS:
+            del self._stops[next(iter(self._stops))]
         host = self.hosts.get(job)
-        if host is not None and host.launch.generation <= generation:
+        if host is None:
+            # Its task has not begun here; a chief that has died may have left a file all the same.
+            await offload(forget, job, generation)
+        elif host.launch.generation <= generation:
             host.stop(why)
 
     async def initial(self, job: str, generation: int, wait: float) -> dict[str, Any] | None:

@@ -99,6 +99,7 @@ class Api:
         self.handle = FakeHandle(DONE)
         self.job = SimpleNamespace(replicas=1)
         self.connected: list[tuple[str | None, int | None]] = []
+        self.asked: list[str] = []
         self.submitted: list[bool] = []
         self.loaded: list[tuple[Any, ...]] = []
         self.closed = 0
@@ -126,10 +127,15 @@ class Api:
             raise self.submit_error
         return self.handle
 
-    def jobs(self, client: Any) -> list[FakeHandle]:
+    def jobs(self, address: str) -> list[FakeHandle]:
+        self.asked.append(address)
+        if address == "tcp://nobody:1":
+            raise ClusterError(f"nothing answers at {address}")
         return [self.handle] if self.handle else []
 
-    def attach(self, job_id: str, client: Any) -> FakeHandle:
+    def attach(self, job_id: str, address: str) -> FakeHandle:
+        # An address, not a client: an attached job would live and die with that.
+        assert isinstance(address, str)
         if job_id != "j1":
             raise JobNotFound(f"no job {job_id!r}")
         return self.handle
@@ -149,9 +155,8 @@ class Api:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
     fake = Api()
-    for name in ("connect", "submit", "jobs", "attach", "doctor"):
+    for name in ("connect", "submit", "jobs", "attach", "doctor", "load_job"):
         monkeypatch.setattr(dtrain, name, getattr(fake, name), raising=False)
-    monkeypatch.setattr(specfile, "load_job", fake.load_job)
     monkeypatch.delenv("DTRAIN_SCHEDULER", raising=False)
     return fake
 
@@ -322,15 +327,13 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
         "import os, signal, sys\n"
         "sys.path.insert(0, sys.argv.pop(1))\n"
         "import test_cli as t\n"
-        "from dtrain import specfile\n"
         "fake = t.Api()\n"
         "def kill():\n"
         "    os.write(1, b'a print of a worker')\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "fake.handle = t.FakeHandle({**t.DONE, 'state': 'RUNNING'}, [kill, kill])\n"
-        "for name in ('connect', 'submit'):\n"
+        "for name in ('connect', 'submit', 'load_job'):\n"
         "    setattr(t.dtrain, name, getattr(fake, name))\n"
-        "specfile.load_job = fake.load_job\n"
         "t.cli.run()\n"
     )
     command = [sys.executable, str(script), str(Path(__file__).parent), "submit", "a.toml"]
@@ -353,11 +356,8 @@ def test_the_address_is_option_then_variable_then_dask(api, monkeypatch):
         monkeypatch.setenv("DTRAIN_SCHEDULER", "tcp://variable:1")
         dt("list")
         dt("list", "--scheduler", "tcp://option:1")
-    assert [address for address, _ in api.connected] == [
-        "tcp://dask:1",
-        "tcp://variable:1",
-        "tcp://option:1",
-    ]
+    assert api.asked == ["tcp://dask:1", "tcp://variable:1", "tcp://option:1"]
+    assert api.connected == []
 
 
 @pytest.mark.parametrize("args", [["list"], ["status", "j1"], ["why", "j1"], ["cancel", "j1"]])
@@ -459,6 +459,7 @@ class FakeCluster:
 
 def test_cluster_start(monkeypatch):
     monkeypatch.setattr(distributed, "LocalCluster", FakeCluster)
+    monkeypatch.setattr(dtrain, "jobs", lambda address: [])
     result = dt("cluster", "start", "--workers", "3", "--threads", "2", "--port", "0")
     assert result.exit_code == 0
     assert f"export DTRAIN_SCHEDULER={ADDRESS}" in result.stdout

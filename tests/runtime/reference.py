@@ -21,7 +21,9 @@ def batches(plan: Plan, X, y, *, seed: int, shuffle: bool, steps: int):
         yield X[chosen], y[chosen]
 
 
-def train(model, optimizer: str, X, y, *, replicas, batch_size, steps, seed=0, shuffle=True, lr=0.05):
+def train(
+    model, optimizer: str, X, y, *, replicas, batch_size, steps, seed=0, shuffle=True, lr=0.05
+):
     """Parameters after ``steps`` of SGD or Adam on the concatenated batches."""
     plan = Plan(len(X), replicas, batch_size, 10**6, steps)
     params = {k: np.array(v) for k, v in model.init(np.random.default_rng(seed)).items()}

@@ -25,7 +25,6 @@ def bits(result):
     return {name: value.tobytes() for name, value in result.params.items()}
 
 
-
 @pytest.mark.cluster
 def test_persisted_chunks_are_not_copied_or_moved(forked):
     """Each chunk stays where it was, once, though parts are cut through chunks."""

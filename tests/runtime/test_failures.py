@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dtrain
-from dtrain.models import MLP, Linear, Logistic
+from dtrain.models import Linear, Logistic
 from tests.conftest import until
 
 from .conftest import processes

@@ -77,10 +77,7 @@ def test_parity_with_uneven_chunks(threaded, chunks):
     model, X, y = problem("mlp", "float32")
     arguments = dict(replicas=2, batch_size=16, steps=60, client=threaded, progress=False)
     plain = dtrain.fit(model, X, y, optimizer=dtrain.optim.sgd(0.05), **arguments)
-    dX, dy = (
-        da.from_array(a, chunks=(chunks, *a.shape[1:])).persist()
-        for a in (X, y)
-    )
+    dX, dy = (da.from_array(a, chunks=(chunks, *a.shape[1:])).persist() for a in (X, y))
     chunked = dtrain.fit(model, dX, dy, optimizer=dtrain.optim.sgd(0.05), **arguments)
     for name, value in plain.params.items():
         assert value.tobytes() == chunked.params[name].tobytes()

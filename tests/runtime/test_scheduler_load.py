@@ -181,5 +181,3 @@ class own_scheduler:
             process.terminate()
         for process in self._processes:
             process.wait(timeout=20)
-
-

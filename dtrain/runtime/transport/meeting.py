@@ -32,9 +32,10 @@ class Meeting:
     token: bytes
 
 
-def call(host: Host) -> Meeting | None:
+def call(host: Host) -> tuple[Meeting, segment.Segment] | None:
     """By the chief: make the file and put the first version in it; None: not worth trying.
 
+    The segment is to be kept until all have it mapped, so that no sweep takes the file.
     Raises StorageError if there is no room for it, or if the workers' limits are too small.
     """
     from dtrain.runtime.worker import service_at
@@ -45,12 +46,9 @@ def call(host: Host) -> Meeting | None:
         return None
     plan = _plan(host)
     _check_limit(host, plan.nbytes)
-    made = segment.Segment.create(host.launch.job, plan.nbytes)
-    try:
-        shm.initialise(made.memory, plan, host.layout, host.optimizer, host.initial_buffer)
-        return Meeting(str(made.path), plan.nbytes, made.token)
-    finally:
-        made.close()
+    made = segment.Segment.create(_name(host.launch.job, host.generation), plan.nbytes)
+    shm.initialise(made.memory, plan, host.layout, host.optimizer, host.initial_buffer)
+    return Meeting(str(made.path), plan.nbytes, made.token), made
 
 
 def find(described: dict[str, Any] | None) -> Meeting | None:
@@ -68,19 +66,38 @@ def describe(meeting: Meeting | None) -> dict[str, Any] | None:
 def join(host: Host, meeting: Meeting) -> shm.SharedArena:
     """Map the file; all hosts have said that they can."""
     _check_limit(host, meeting.nbytes)
-    return shm.SharedArena(
-        host.layout,
-        host.optimizer,
-        host.shard_plan,
-        host.launch.replicas,
-        segment.Segment(Path(meeting.path), meeting.nbytes),
-        sync=host.synchronous,
-    )
+    mapped = None
+    try:
+        mapped = segment.Segment(Path(meeting.path), meeting.nbytes)
+        return shm.SharedArena(
+            host.layout,
+            host.optimizer,
+            host.shard_plan,
+            host.launch.replicas,
+            mapped,
+            sync=host.synchronous,
+        )
+    except OSError as error:
+        if mapped is not None:
+            mapped.close()
+        raise StorageError(f"shared memory {meeting.path}: {error}") from error
 
 
-def leave(meeting: Meeting) -> None:
-    """The job is over here: the file goes; whoever has it mapped keeps it."""
-    segment.unlink(Path(meeting.path))
+def leave(host: Host) -> None:
+    """The job is over here: its file goes; whoever has it mapped keeps it."""
+    if host.meeting is not None:
+        segment.unlink(Path(host.meeting.path))
+    # The chief may have died between making the file and telling of it.
+    forget(host.launch.job, host.generation)
+
+
+def forget(job: str, generation: int) -> None:
+    """Remove the file of a generation of a job, wherever it is."""
+    segment.remove(_name(job, generation))
+
+
+def _name(job: str, generation: int) -> str:
+    return f"{job}-g{generation}"
 
 
 def _plan(host: Host) -> shm.Plan:

@@ -53,7 +53,6 @@ SLICE = 1.0
 #: Looks at the state, giving up the processor in between, before a wait blocks.
 SPINS = 30
 
-
 #: How often a file is made anew because the last one of another job took the directory along.
 _TRIES = 100
 
@@ -74,10 +73,17 @@ def machine() -> bytes:
         return bytes(16)
 
 
-def _place(base: str | None = None) -> Path:
-    root = Path(base) if base else Path("/dev/shm")
-    if base is None and not os.access(root, os.W_OK):
-        root = Path(tempfile.gettempdir())
+def _roots() -> list[Path]:
+    """Where our directory can be; the best place first."""
+    found = [Path("/dev/shm")] if os.access("/dev/shm", os.W_OK) else []
+    with suppress(FileNotFoundError):
+        found.append(Path(tempfile.gettempdir()))
+    if not found:
+        raise StorageError("neither /dev/shm nor a temporary directory can be written to")
+    return found
+
+
+def _place(root: Path) -> Path:
     return root / f"dtrain-{os.getuid()}"
 
 
@@ -89,12 +95,13 @@ def _is_ours(found: os.stat_result) -> bool:
     )
 
 
-def directory(base: str | None = None) -> Path:
-    """Our own directory, for this user alone; made if it is not there.
+def directory(root: str | Path | None = None) -> Path:
+    """Our own directory under ``root`` (None: the best place), for this user alone.
 
-    Raises StorageError if something else, or somebody else's, is in its place.
+    It is made if it is not there.  Raises StorageError if something else, or somebody else's,
+    is in its place.
     """
-    place = _place(base)
+    place = _place(Path(root) if root is not None else _roots()[0])
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)
     found = place.lstat()
@@ -109,10 +116,11 @@ def directory(base: str | None = None) -> Path:
 def places() -> list[Path]:
     """Where segments of ours may lie: the directories that are there, and are ours."""
     found = []
-    for place in dict.fromkeys((_place(), _place(tempfile.gettempdir()))):
-        with suppress(OSError):
-            if _is_ours(place.lstat()):
-                found.append(place)
+    with suppress(StorageError):
+        for place in map(_place, _roots()):
+            with suppress(OSError):
+                if _is_ours(place.lstat()):
+                    found.append(place)
     return found
 
 
@@ -147,36 +155,36 @@ class Segment:
 
         Raises StorageError where neither has, and where our directory is not ours.
         """
-        problems = {}
-        for base in (None, tempfile.gettempdir()):
+        problems = []
+        for root in _roots():
             try:
-                segment = cls._make(base, f"{_word(name)}-{secrets.token_hex(8)}", nbytes)
+                segment = cls._make(root, f"{_word(name)}-{secrets.token_hex(8)}", nbytes)
             except StorageError:
                 raise
             except OSError as error:
-                problems[str(_place(base).parent)] = error.strerror or str(error)
+                problems.append(f"{root}: {error.strerror or error}")
                 continue
             token = secrets.token_bytes(TOKEN - 16) + machine()
             segment.memory[:TOKEN] = np.frombuffer(token, np.uint8)
             return segment
-        reasons = "; ".join(f"{place}: {problem}" for place, problem in problems.items())
+        reasons = "; ".join(problems)
         raise StorageError(f"shared memory of {nbytes / 1e6:.0f} MB has no place: {reasons}")
 
     @classmethod
-    def _make(cls, base: str | None, name: str, nbytes: int) -> Segment:
-        sweep(directory(base))
-        for last in range(_TRIES - 1, -1, -1):
-            # Made again: the sweep, or another job's end, removes an empty one.
-            path = _place(base) / name
+    def _make(cls, root: Path, name: str, nbytes: int) -> Segment:
+        path = _place(root) / name
+        for left in reversed(range(_TRIES)):
             try:
-                directory(base)
-                _reserve(_beside(path, "held"), 1)
+                sweep(directory(root))
+                # Again: the sweep, or another job's end, may have removed an empty one.
+                directory(root)
+                _create(_beside(path, "held"))
                 break
             except FileNotFoundError:
-                if not last:
+                if not left:
                     raise
         try:
-            _reserve(path, nbytes)
+            _create(path, nbytes)
             return cls(path, nbytes)
         except BaseException:
             unlink(path)
@@ -223,15 +231,25 @@ def _word(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", name)[:100]
 
 
-def _reserve(path: Path, nbytes: int) -> None:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _create(path: Path, nbytes: int = 0) -> None:
+    """Make a file with all its space; where that fails it may be there all the same."""
     try:
-        if hasattr(os, "posix_fallocate"):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        _remove_empty(path.parent)
+        raise
+    try:
+        if nbytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, nbytes)
         else:
             os.ftruncate(handle, nbytes)
     finally:
         os.close(handle)
+
+
+def _remove_empty(place: Path) -> None:
+    with suppress(OSError):
+        place.rmdir()
 
 
 def _beside(path: Path, what: str) -> Path:
@@ -257,8 +275,7 @@ def unlink(path: Path) -> None:
     for file in (*(f for f in _files(path.parent).get(path.name, ()) if f != held), held):
         file.unlink(missing_ok=True)
     # The directory goes with the last one in it.
-    with suppress(OSError):
-        path.parent.rmdir()
+    _remove_empty(path.parent)
 
 
 def remove(name: str) -> None:
@@ -280,7 +297,13 @@ def sweep(place: Path) -> list[str]:
         with suppress(OSError):
             if _sweep(place / name, files):
                 gone.append(name)
+    _remove_empty(place)
     return gone
+
+
+def sweep_all() -> list[str]:
+    """Sweep wherever our directories are."""
+    return [name for place in places() for name in sweep(place)]
 
 
 def _sweep(path: Path, files: list[Path]) -> bool:
