@@ -396,7 +396,8 @@ def doctor(client: Client | str) -> dict[str, Any]:
     -------
     dict
         ``client``, ``scheduler``: dicts; ``workers``: a list of such.  Each has ``where,
-        python, dtrain, dask, distributed, numpy, ok, problem``.
+        python, dtrain, dask, distributed, numpy, ok, problem``; a worker has ``blas``, too:
+        its library and threads, in words.
     """
     with connect(client) as opened_client:
         problem: str | None = None
@@ -423,7 +424,8 @@ def doctor(client: Client | str) -> dict[str, Any]:
                 said = "has not been asked: the scheduler cannot run dtrain"
             name = names.get(address, address)
             where = f"worker {address}" if name == address else f"worker {name} ({address})"
-            workers.append(_entry(where, found, value["versions"].get(address), said, here))
+            entry = _entry(where, found, value["versions"].get(address), said, here)
+            workers.append({**entry, "blas": value.get("blas", {}).get(address) or None})
         return {"client": here, "scheduler": scheduler, "workers": workers}
 
 

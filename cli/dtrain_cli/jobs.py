@@ -254,7 +254,16 @@ def doctor(scheduler: Scheduler = None, as_json: Json = False) -> None:
         machines = [found["client"], found["scheduler"], *found["workers"]]
         keys = ["where", "python", "dtrain", "dask", "distributed", "numpy"]
         rows = [[*(m[key] for key in keys), "ok" if m["ok"] else m["problem"]] for m in machines]
+        table = columns([*(key.upper() for key in keys), ""], rows)
+        # Replicas that each had all cores for their BLAS would fight for them.
+        blas = sorted({m["blas"] for m in found["workers"] if m.get("blas")})
+
+        def show(console: Any) -> None:
+            table(console)
+            for words in blas:
+                console.print(f"BLAS of the workers: {words}", markup=False)
+
         report.document = found
-        report.show = columns([*(key.upper() for key in keys), ""], rows)
+        report.show = show
         if not all(machine["ok"] for machine in machines):
             report.code = NO_CLUSTER

@@ -31,6 +31,8 @@ class Hello:
     address: str
     version: str | None
     problem: str | None = None
+    #: the BLAS there, in words
+    blas: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Member:
     presence: Presence = Presence.JOINED
     version: str | None = None
     problem: str | None = None
+    blas: str = ""
     beat: float | None = None
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -105,6 +108,7 @@ class Membership:
             member.beat, member.summary = now, event.summary
             return []
         member.version, member.problem = event.version, event.problem
+        member.blas = event.blas
         if event.problem is None and event.version != self.version:
             member.problem = f"has dtrain {event.version}, expected {self.version}"
         member.presence = Presence.REFUSED if member.problem else Presence.READY

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
+
+
+def describe() -> str:
+    """The BLAS of this process, in words: which, and how many threads while no replica runs."""
+    found = [
+        f"{lib['internal_api']} {lib['version']}, {lib['num_threads']} threads; 1 while training"
+        for lib in threadpool_info()
+        if lib["user_api"] == "blas"
+    ]
+    return " and ".join(found) or "unknown"
+
 
 _lock = threading.Lock()
 _users = 0

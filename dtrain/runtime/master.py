@@ -312,6 +312,7 @@ class Master(SchedulerPlugin):
             "ready": [[m.address, m.name] for m in self.membership.ready()],
             "problems": [[str(m), problem] for m, problem in self.membership.problems()],
             "versions": {m.address: m.version for m in self.membership.members.values()},
+            "blas": {m.address: m.blas for m in self.membership.members.values()},
         }
 
     def submit(
@@ -423,12 +424,14 @@ class Master(SchedulerPlugin):
 
     # -- handlers for hosts --------------------------------------------------------------------
 
-    async def hello(self, address: str, version: str | None, problem: str | None = None) -> None:
+    async def hello(
+        self, address: str, version: str | None, problem: str | None = None, blas: str = ""
+    ) -> None:
         if address not in self.membership.members:
             self.add_worker(self.scheduler, address)
         if address not in self.membership.members:
             return
-        self.membership.handle(Hello(address, version, problem), self._now())
+        self.membership.handle(Hello(address, version, problem, blas), self._now())
         if problem or version != __version__:
             member = self.membership.members[address]
             logger.warning("%s cannot train: %s", member, member.problem)

@@ -20,6 +20,7 @@ from distributed.utils import offload
 from dtrain._version import __version__
 from dtrain.errors import DataError, FencedError
 from dtrain.messages import Contribution, Push, Reduced
+from dtrain.runtime import blas
 from dtrain.runtime.data import read_rows
 from dtrain.runtime.rpc import answering, ask
 from dtrain.runtime.transport.meeting import describe, forget
@@ -88,7 +89,12 @@ class WorkerService:
         for swept in await offload(sweep_all):
             logger.info("%s: removed shared memory that nobody holds: %s", self.address, swept)
         await ask(
-            self.worker.scheduler, "dtrain_hello", 10.0, address=self.address, version=__version__
+            self.worker.scheduler,
+            "dtrain_hello",
+            10.0,
+            address=self.address,
+            version=__version__,
+            blas=await offload(blas.describe),
         )
 
     async def close(self) -> None:

@@ -148,7 +148,8 @@ class Api:
             "problem": None,
         }
         bad = {**fine, "where": "there", "dtrain": None, "ok": False, "problem": "no dtrain"}
-        workers = [fine] if self.doctor_ok else [fine, bad]
+        fine_worker = {**fine, "blas": "openblas 0.3, 8 threads; 1 while training"}
+        workers = [fine_worker] if self.doctor_ok else [fine_worker, bad]
         return {"client": fine, "scheduler": fine, "workers": workers}
 
 
@@ -424,6 +425,7 @@ def test_cancel(api):
 
 def test_doctor(api):
     result = dt("doctor")
+    assert "8 threads; 1 while training" in result.stdout
     assert result.exit_code == 0
     assert "here" in result.stdout
     assert api.connected == [(None, 1)]
