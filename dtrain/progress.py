@@ -102,11 +102,5 @@ def left(seconds: float | None) -> str:
 
 
 def _steps(status: dict[str, Any]) -> tuple[int, int | None]:
-    """Steps done and steps in all, as far as they can be told."""
-    done = int(status["step"])
-    if status["steps"] is not None:
-        return done, int(status["steps"])
-    history = status["history"]
-    if history:
-        return done, history[0]["step"] * int(status["epochs"])
-    return done, None
+    """Steps done and steps in all."""
+    return int(status["step"]), status["total_steps"]

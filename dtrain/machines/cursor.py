@@ -32,9 +32,14 @@ def order(seed: int, epoch: int, part: int, size: int, shuffle: bool) -> np.ndar
     return np.random.default_rng([seed, _ORDER, epoch, part]).permutation(size)
 
 
+def len_of_split(rows: int, fraction: float | None) -> int:
+    """How many rows a fraction holds out for validation."""
+    return 0 if fraction is None else round(rows * fraction)
+
+
 def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Seeded random rows for validation, and the rest for training; both sorted, int64."""
-    held = round(rows * fraction)
+    held = len_of_split(rows, fraction)
     if not 0 < held < rows:
         raise DataError(
             f"validation_split: {fraction} of {rows} rows is {held}, "
@@ -67,8 +72,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.rows < self.replicas:
             raise DataError(
-                f"{self.rows} training rows for {self.replicas} replicas: "
-                f"expected at least one row for each replica"
+                f"found {self.rows} rows to train on for {self.replicas} replicas, "
+                f"expected at least one for each"
             )
         object.__setattr__(self, "bounds", cuts(self.rows, self.replicas))
 

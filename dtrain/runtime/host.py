@@ -69,6 +69,8 @@ class Host:
         #: the gradients that this host accounts for: all of a synchronous job's at the chief,
         #: its own replicas' in asynchronous mode
         self.account: SyncLead | Account | None = None
+        #: the job's history, once the master has said stop
+        self.history: list[dict[str, Any]] | None = None
         self.epoch = 0
         self._steps: dict[int, int] = dict.fromkeys(self.plan.replicas, 0)
         #: the replica that is in user code, and since when
@@ -272,11 +274,10 @@ class Host:
     def barrier(self, epoch: int, phase: str, payload: dict[str, Any] | None = None) -> bool:
         """Wait for all hosts at the end of an epoch; returns whether the master says stop."""
         what = f"the end of epoch {epoch + 1} ({phase})"
-        return bool(
-            self._wait_for("dtrain_barrier", what, epoch=epoch, phase=phase, payload=payload or {})[
-                "stop"
-            ]
-        )
+        message = {"epoch": epoch, "phase": phase, "payload": payload or {}}
+        answer = self._wait_for("dtrain_barrier", what, **message)
+        self.history = answer["history"]
+        return bool(answer["stop"])
 
     def _wait_for(self, op: str, what: str, **message: Any) -> Any:
         """Ask the master until it has an answer; each call is short, the whole has a deadline."""

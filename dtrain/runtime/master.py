@@ -108,7 +108,7 @@ class Master(SchedulerPlugin):
         for op, handler in self.handlers.items():
             scheduler.handlers[op] = answering(handler)
         for ws in scheduler.workers.values():
-            self.membership.handle(Joined(ws.address, str(ws.name)), self._now())
+            self.membership.handle(Joined(ws.address, _name(scheduler, ws.address)), self._now())
         self._spawn(self._watch())
         await scheduler.register_worker_plugin(
             None, dumps(worker_plugin()), name=NAME, idempotent=False
@@ -159,8 +159,7 @@ class Master(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if worker not in scheduler.workers:
             return
-        name = str(scheduler.workers[worker].name)
-        self.membership.handle(Joined(worker, name), self._now())
+        self.membership.handle(Joined(worker, _name(scheduler, worker)), self._now())
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         for lost in self.membership.handle(Left(worker), self._now()):
@@ -169,8 +168,10 @@ class Master(SchedulerPlugin):
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         for record in self.jobs.values():
-            if record.owner == client:
-                self._handle(record, ClientGone())
+            if client in record.owners:
+                record.owners.discard(client)
+                if not record.owners:
+                    self._handle(record, ClientGone())
 
     async def _watch(self) -> None:
         while True:
@@ -224,6 +225,7 @@ class Master(SchedulerPlugin):
         from dtrain.runtime.replica import run_host
 
         machine = record.machine
+        assert record.data is not None  # it is let go of at the end
         launch = Launch(
             job=record.id,
             generation=machine.generation,
@@ -344,8 +346,8 @@ class Master(SchedulerPlugin):
             self._now(),
             functools.partial(metrics.epoch_record, replicas=replicas),
         )
-        record = Record(machine, resolved, None if asked.detach else client, f"dtrain-data-{id}")
-        record.model, record.data = model, plan
+        record = Record(machine, resolved, client, plan)
+        record.model = model
         self.scheduler.client_desires_keys(keys, record.hold)
         self.jobs[id] = record
         hosts = place(ready, replicas, shards, self._local_bytes(plan.x, replicas))
@@ -408,8 +410,8 @@ class Master(SchedulerPlugin):
     def attach(self, job: str, client: str | None) -> dict[str, Any]:
         """A client has come (back) to a job; an attached job lives on with it."""
         record = self._record(job)
-        if record.owner is not None and client is not None and not record.machine.terminal:
-            record.owner = client
+        if record.attached and client is not None and not record.machine.terminal:
+            record.owners.add(client)
             self._handle(record, ClientBack())
         return self._describe(record)
 
@@ -463,7 +465,11 @@ class Master(SchedulerPlugin):
             self._handle(record, Reached(generation, address, epoch, phase, payload))
         key = (epoch, phase)
         return await self._answer(
-            record, wait, lambda m: key in m.settled, lambda m: {"stop": m.settled[key]}
+            record,
+            wait,
+            lambda m: key in m.settled,
+            # At the end the chief writes the history beside the parameters.
+            lambda m: {"stop": m.settled[key], "history": m.history if m.settled[key] else None},
         )
 
     async def _answer(self, record: Record, wait: float, go: Any, extra: Any) -> dict[str, Any]:
@@ -493,6 +499,12 @@ class Master(SchedulerPlugin):
         self, job: str, generation: int, address: str, failure: dict[str, Any]
     ) -> None:
         self._handle(self._record(job), HostFailed(generation, address, Failure(**failure)))
+
+
+def _name(scheduler: Scheduler, address: str) -> str:
+    """The name that somebody gave a worker; Dask's own is its address."""
+    name = str(scheduler.workers[address].name)
+    return "" if name == address else name
 
 
 def _slug(name: str | None) -> str:

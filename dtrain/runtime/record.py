@@ -7,8 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dtrain.machines.cursor import Plan, len_of_split
 from dtrain.machines.jobs import JobMachine, State
 from dtrain.machines.ledger import Ledger
+from dtrain.runtime.data import DataPlan
 from dtrain.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -18,15 +20,20 @@ if TYPE_CHECKING:
 class Record:
     """What the master keeps of one job beside its machine."""
 
-    def __init__(self, machine: JobMachine, spec: JobSpec, owner: str | None, hold: str) -> None:
+    def __init__(
+        self, machine: JobMachine, spec: JobSpec, client: str | None, data: DataPlan
+    ) -> None:
         self.machine = machine
         self.spec = spec
-        #: the id of the client that an attached job lives and dies with
-        self.owner = owner
+        #: an attached job ends with the last of its clients
+        self.attached = not spec.detach
+        self.owners = {client} if self.attached and client is not None else set()
         #: the name under which the data's keys are held
-        self.hold = hold
+        self.hold = f"dtrain-data-{machine.id}"
         self.model = b""
-        self.data: Any = None
+        self.data: DataPlan | None = data
+        self.rows = data.x.rows
+        self.total_steps = _total_steps(spec, data)
         self.futures: dict[str, Future] = {}
         self.watchers: list[asyncio.Task[Any]] = []
         self.changed = asyncio.Condition()
@@ -78,14 +85,15 @@ class Record:
             "loss": progress.get("loss") if fresh else last.get("loss"),
             "samples_per_s": self._speed(),
             "samples": progress.get("samples", sum(e["samples"] for e in machine.history)),
-            "rows": self.data.x.rows if self.data is not None else None,
+            "total_steps": self.total_steps,
+            "rows": self.rows,
             "replicas": {str(i): h.address for h in machine.hosts for i in h.replicas},
             "shards": {str(s): h.address for h in machine.hosts for s in h.shards},
             "ledger": machine.ledger or progress.get("ledger"),
             "metrics": _last_metrics(last),
             "output": spec.output if machine.state is State.SUCCEEDED else None,
             "result": self._result(),
-            "attached": self.owner is not None,
+            "attached": self.attached,
             "submitted": self.created,
             "seconds": (machine.ended or now) - machine.submitted,
             "why": self._why(now, stall),
@@ -145,6 +153,15 @@ class Record:
                 spent = seconds + now - report["at"]
                 found.append(f"replica {replica} on {host}, computing for {spent:.1f} s")
         return found
+
+
+def _total_steps(spec: JobSpec, data: DataPlan) -> int:
+    """Steps in all: of all replicas together in sync mode, of each on its own in async mode."""
+    rows = data.x.rows - len_of_split(data.x.rows, spec.validation_split)
+    plan = Plan(rows, spec.replicas or 1, spec.batch_size, spec.epochs, spec.steps)
+    if spec.mode == "sync":
+        return plan.total_steps
+    return spec.steps or plan.batches_per_epoch * spec.epochs
 
 
 def _last_metrics(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -275,6 +275,7 @@ class Trainer:
                 classification=data.classification,
                 version=version,
                 metrics=self.spec.metrics,
+                history=tuple(self.host.history or ()),
             )
             try:
                 save(self.spec.output, saved)

@@ -103,7 +103,7 @@ def test_without_steps_the_epochs_count(plan):
 
 def test_fewer_rows_than_replicas_is_an_error_in_words():
     assert Plan(3, 3, 8, 1).members(0) == (0, 1, 2)
-    with pytest.raises(DataError, match="2 training rows for 3 replicas"):
+    with pytest.raises(DataError, match="found 2 rows to train on for 3 replicas"):
         Plan(2, 3, 8, 1)
 
 

@@ -167,7 +167,7 @@ def test_large_but_finite_gradients_are_taken(threaded):
         ({"y": np.zeros((60, 2), np.float32)}, r"\(60, 2\)"),
         ({"model": Logistic(4), "y": np.zeros((60, 2), int)}, r"\(60, 2\)"),
         ({"model": Logistic(4), "y": np.arange(60)}, "60 different labels"),
-        ({"x": X[:1], "y": Y[:1], "replicas": 2}, "1 training rows for 2 replicas"),
+        ({"x": X[:1], "y": Y[:1], "replicas": 2}, "found 1 rows to train on for 2 replicas"),
         ({"x": X.astype(complex)}, "complex"),
         ({"x": [["a"] * 4] * 60}, "numbers"),
         ({"model": Logistic(4), "y": np.where(LABELS == 1, np.nan, 0.0)}, "NaN"),
@@ -328,6 +328,21 @@ def test_an_attached_job_ends_with_its_client():
 
 
 @pytest.mark.cluster
+def test_a_guest_that_leaves_does_not_take_an_attached_job_with_it():
+    from distributed import Client
+
+    with processes(1, **{"dtrain.client-lease": "300ms"}) as client:
+        handle = endless(client, detach=False)
+        with Client(client.scheduler.address, set_as_default=False) as guest:
+            assert dtrain.attach(handle.id, guest).state == "RUNNING"
+        seconds = handle.status()["seconds"]
+        until(lambda: handle.status()["seconds"] > seconds + 1, 10, "no time passes")
+        assert handle.state == "RUNNING"
+        handle.cancel()
+        handle.wait(timeout=5)
+
+
+@pytest.mark.cluster
 def test_a_client_that_comes_back_keeps_its_job():
     from distributed import Client
 
@@ -340,3 +355,16 @@ def test_a_client_that_comes_back_keeps_its_job():
         assert again.state == "RUNNING"
         again.cancel()
         again.wait(timeout=5)
+
+
+def test_the_status_has_the_steps_in_all_from_the_start(threaded):
+    for mode, total in ((dtrain.Sync(), 3 * 10**6), (dtrain.Async(), 6 * 10**6)):
+        handle = endless(threaded, mode=mode, replicas=2)
+        assert handle.status()["total_steps"] == total
+        handle.cancel()
+        handle.wait(timeout=5)
+
+
+def test_a_saved_output_has_its_history(threaded, tmp_path):
+    result = fit(threaded, epochs=3, output=tmp_path / "model")
+    assert dtrain.load(tmp_path / "model").history == result.history

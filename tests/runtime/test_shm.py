@@ -529,6 +529,7 @@ def test_a_killed_worker_ends_the_job_at_any_moment():
             with pytest.raises(dtrain.WorkersLost) as caught:
                 handle.result(timeout=10)
             assert victim in str(caught.value)
+            assert "still in user code" not in str(caught.value)
             gone(handle)
             client.wait_for_workers(2, timeout=30)
         assert fit(client, replicas=2).version == 18
@@ -550,9 +551,39 @@ def test_a_chief_killed_before_it_told_of_its_file():
         until(lambda: shared(handle), 10, "no file")
         victim = handle.status()["replicas"]["0"]
         os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
-        with pytest.raises(dtrain.WorkersLost, match=victim):
+        with pytest.raises(dtrain.WorkersLost, match=victim) as caught:
             handle.result(timeout=10)
+        # The other one does not try to reach it any more.
+        assert "still in user code" not in str(caught.value)
         gone(handle)
+
+
+async def stop_unknown(dask_worker: Any) -> None:
+    await dask_worker.handlers["dtrain_stop"](job="unknown", generation=1, why="its chief died")
+
+
+def test_a_worker_whose_task_has_not_begun_removes_the_file_of_a_dead_chief(forked):
+    fit(forked)
+    mine, other = (segment.Segment.create(f"unknown-g{number}", 8192) for number in (1, 2))
+    try:
+        forked.run(stop_unknown)
+        assert not mine.path.exists()
+        assert other.path.exists(), "another generation's"
+    finally:
+        for made in (mine, other):
+            made.close()
+            segment.unlink(made.path)
+
+
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_a_job_that_is_cancelled_at_once_ends_at_once(transport):
+    """Also where a worker is told to stop before it was told to begin."""
+    with processes(2, **{"dtrain.transport": transport, "dtrain.stop-grace": "30s"}) as client:
+        for _ in range(10):
+            handle = endless(client)
+            handle.cancel()
+            assert handle.wait(timeout=4) == "CANCELLED"
+            gone(handle)
 
 
 def test_a_worker_that_is_stopped_for_a_while_changes_nothing(forked):

@@ -7,6 +7,7 @@ it used.  Names of machines have no part in it: containers share or hide them.
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from dtrain.runtime.transport import segment, shm
 
 if TYPE_CHECKING:
     from dtrain.runtime.host import Host
+
+logger = logging.getLogger("dtrain.worker")
 
 #: The share of a worker's memory limit that the arena may take: Dask counts it as the worker's,
 #: and pauses the worker at 80 %.
@@ -36,7 +39,8 @@ def call(host: Host) -> tuple[Meeting, segment.Segment] | None:
     """By the chief: make the file and put the first version in it; None: not worth trying.
 
     The segment is to be kept until all have it mapped, so that no sweep takes the file.
-    Raises StorageError if there is no room for it, or if the workers' limits are too small.
+    Where there is no place for it the job goes over the network, and the worker's log says why.
+    Raises StorageError if the workers' memory limits are too small for it.
     """
     from dtrain.runtime.worker import service_at
 
@@ -46,7 +50,11 @@ def call(host: Host) -> tuple[Meeting, segment.Segment] | None:
         return None
     plan = _plan(host)
     _check_limit(host, plan.nbytes)
-    made = segment.Segment.create(_name(host.launch.job, host.generation), plan.nbytes)
+    try:
+        made = segment.Segment.create(_name(host.launch.job, host.generation), plan.nbytes)
+    except StorageError as error:
+        logger.warning("job %s goes over the network: %s", host.launch.job, error)
+        return None
     shm.initialise(made.memory, plan, host.layout, host.optimizer, host.initial_buffer)
     return Meeting(str(made.path), plan.nbytes, made.token), made
 

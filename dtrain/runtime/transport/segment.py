@@ -153,14 +153,12 @@ class Segment:
     def create(cls, name: str, nbytes: int) -> Segment:
         """Make a new file of ``nbytes``; falls back to the disk where memory has no room.
 
-        Raises StorageError where neither has, and where our directory is not ours.
+        Raises StorageError where neither has, or where what should be our directory is not.
         """
         problems = []
         for root in _roots():
             try:
                 segment = cls._make(root, f"{_word(name)}-{secrets.token_hex(8)}", nbytes)
-            except StorageError:
-                raise
             except OSError as error:
                 problems.append(f"{root}: {error.strerror or error}")
                 continue
