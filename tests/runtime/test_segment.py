@@ -186,8 +186,14 @@ WRONG = [symlink, dangling, open_to_others, somebody_elses, a_file]
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_not_our_own_directory_is_refused(roots, wrong):
+    """It is left as it is; the next place is taken, and without one the reason is told."""
     wrong(roots[0] / NAME)
     before = sorted(roots[0].rglob("*"))
+    made = Segment.create("job", 8192)
+    made.close()
+    assert made.path.parent == roots[1] / NAME
+    segment.unlink(made.path)
+    wrong(roots[1] / NAME)
     with pytest.raises(StorageError, match=rf"{NAME}: found mode .* expected a directory of user"):
         Segment.create("job", 8192)
     assert sorted(roots[0].rglob("*")) == before
