@@ -12,6 +12,9 @@ from benchmarks import environment
 #: plain values, and ``tables(found)``, what is to be shown of that.
 COMMANDS = {
     "sync": "benchmarks.sync",
+    "async": "benchmarks.asynchronous",
+    "transport": "benchmarks.transport",
+    "master": "benchmarks.master",
 }
 
 

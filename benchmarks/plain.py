@@ -7,23 +7,20 @@ arrays in a step, in-place updates, one gather for each batch.
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
+from benchmarks.processes import DEADLINE, Processes, begin, obey
 from benchmarks.report import Turn, blas, parts
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM, Workload
 
 #: Steps before the clock starts: caches, pages and BLAS's buffers are warm then.
 _WARM = 5
-#: Seconds that a process has to get ready, and to answer after its window.
-_DEADLINE = 120.0
 
 
 class Loop:
@@ -111,79 +108,45 @@ class Order:
     split: bool = False
 
 
-class Processes:
-    """Processes that share nothing but the machine, for a ``with`` block."""
+class Loops(Processes):
+    """Processes that share nothing but the machine."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        barrier = context.Barrier(count)
-        self._ends, self._processes = [], []
-        for i in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, barrier), name=f"plain-{i}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
-        #: name -> what BLAS it has
-        self.blas = {f"plain {i}": self._answer(i) for i in range(count)}
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for end, process in zip(self._ends, self._processes, strict=True):
-            end.close()
-            process.join(1.0)
-            if process.is_alive():
-                process.terminate()
-                process.join(5.0)
-            process.close()
+        barrier = multiprocessing.get_context("spawn").Barrier(count)
+        super().__init__({f"plain {i}": partial(_serve, barrier) for i in range(count)})
 
     def turn(self, workload: Workload, seconds: float, *, together: bool = False) -> Turn:
         """Samples/s of the first process alone, or of all at once, over the same window."""
-        processes = range(len(self._ends) if together else 1)
+        processes = range(self.count if together else 1)
         for i in processes:
-            self._ends[i].send(Order(workload, seconds, together))
-        rates = [self._answer(i, seconds) for i in processes]
+            self.tell(i, Order(workload, seconds, together))
+        rates = [self.answer(i, seconds) for i in processes]
         return Turn(sum(rates), rates)
 
     def split(self, workload: Workload, seconds: float) -> dict[str, float]:
         """Milliseconds of the parts of a step, in the first process alone."""
-        self._ends[0].send(Order(workload, seconds, split=True))
-        found: dict[str, float] = self._answer(0, seconds)
+        self.tell(0, Order(workload, seconds, split=True))
+        found: dict[str, float] = self.answer(0, seconds)
         return found
 
-    def _answer(self, i: int, seconds: float = 0.0) -> Any:
-        try:
-            if not self._ends[i].poll(_DEADLINE + seconds):
-                raise RuntimeError(f"plain process {i} has not answered in {_DEADLINE:.0f} s")
-            return self._ends[i].recv()
-        except (EOFError, ConnectionError):
-            raise RuntimeError(f"plain process {i} died; its own traceback says why") from None
 
-
-def _serve(end: Any, barrier: Any) -> None:
-    """The body of a process: obeys until its parent closes the pipe."""
-    # A Ctrl-C on the terminal is for the parent, which ends us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    environment.check()
+def _serve(barrier: Any, end: Any) -> None:
+    """The body of a process."""
+    begin()
     end.send(blas())
-    with suppress(EOFError, ConnectionError):
-        known: Workload | None = None
-        while True:
-            order: Order = end.recv()
-            if known != order.workload:
-                known = order.workload
-                x, y = known.data()
-            loop = Loop(order.workload, x, y)
-            for _ in range(_WARM):
-                loop.step()
-            if order.together:
-                barrier.wait(_DEADLINE)
-            end.send(_split(loop, order.seconds) if order.split else _rate(loop, order.seconds))
+    known: list[Any] = [None, None]
+
+    def act(order: Order) -> Any:
+        if known[0] != order.workload:
+            known[:] = order.workload, order.workload.data()
+        loop = Loop(order.workload, *known[1])
+        for _ in range(_WARM):
+            loop.step()
+        if order.together:
+            barrier.wait(DEADLINE)
+        return _split(loop, order.seconds) if order.split else _rate(loop, order.seconds)
+
+    obey(end, act)
 
 
 def _rate(loop: Loop, seconds: float) -> float:

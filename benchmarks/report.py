@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console, RenderableType
 from rich.table import Table
 from threadpoolctl import threadpool_info
@@ -29,9 +31,9 @@ class Turn:
     Attributes
     ----------
     rate : float
-        Samples/s.
+        Samples/s, or what else the command counts.
     parts : list of float
-        What it was made of: the samples/s of each process, or of each epoch.
+        What it was made of: the rate of each process, or of each epoch.
     """
 
     rate: float
@@ -39,7 +41,10 @@ class Turn:
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], Turn]], rounds: int, said: Callable[[str], None]
+    sides: Mapping[str, Callable[[], Turn]],
+    rounds: int,
+    said: Callable[[str], None],
+    unit: str = "samples/s",
 ) -> dict[str, list[Turn]]:
     """``rounds`` turns of each side: A B C, A B C, and so on; other work on the machine and
     its changes of speed then fall on all of them."""
@@ -48,21 +53,29 @@ def interleaved(
         for name, measure in sides.items():
             turn = measure()
             turns[name].append(turn)
-            said(f"round {number + 1} of {rounds}: {name} {turn.rate:,.0f} samples/s")
+            said(f"round {number + 1} of {rounds}: {name} {turn.rate:,.0f} {unit}")
     return turns
 
 
 def summary(
-    turns: Mapping[str, Sequence[Turn]], ratios: Iterable[tuple[str, str]]
+    turns: Mapping[str, Sequence[Turn]], ratios: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """Plain values: the raw rates, their medians, and ratios of medians."""
+    """Plain values: the raw rates, their medians, and ratios of medians.
+
+    ``ratios``: name -> the side above and the side below the line; left out where one of them
+    was not measured.
+    """
     rates = {name: [turn.rate for turn in of] for name, of in turns.items()}
     medians = {name: median(of) for name, of in rates.items()}
     return {
         "rates": rates,
         "parts": {name: [turn.parts for turn in of] for name, of in turns.items()},
         "medians": medians,
-        "ratios": {f"{a} / {b}": medians[a] / medians[b] for a, b in ratios},
+        "ratios": {
+            name: medians[a] / medians[b]
+            for name, (a, b) in ratios.items()
+            if a in medians and b in medians
+        },
     }
 
 
@@ -111,6 +124,18 @@ def blas() -> list[dict[str, Any]]:
         for pool in threadpool_info()
         if pool["user_api"] == "blas"
     ]
+
+
+def cores_of(pids: Iterable[int], seconds: float = 1.0) -> float:
+    """How many cores these processes use now."""
+    processes = [psutil.Process(pid) for pid in pids]
+
+    def used() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before, began = used(), time.perf_counter()
+    time.sleep(seconds)
+    return (used() - before) / (time.perf_counter() - began)
 
 
 def _cpu() -> str:
@@ -168,6 +193,9 @@ def _where(found: Mapping[str, Any]) -> list[str]:
     ]
     for words, names in _grouped(found.get("blas", {})).items():
         lines.append(f"{words}: {', '.join(names)}")
+    for name, about in found.get("peers", {}).items():
+        known = [f"{key} {value}" for key, value in about.items() if isinstance(value, str)]
+        lines.append(f"{name}: {', '.join(known)}, with the maths it brings along")
     if len(_grouped(found.get("blas", {}))) > 1:
         lines.append("WARNING: not all sides have the same BLAS; their rates do not compare")
     return lines

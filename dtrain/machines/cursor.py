@@ -101,7 +101,7 @@ class Plan:
         """Steps of an epoch that every replica takes part in."""
         return min(self.batches(part) for part in range(self.replicas))
 
-    @property
+    @cached_property
     def batches_per_epoch(self) -> int:
         return sum(self.batches(part) for part in range(self.replicas))
 
@@ -142,8 +142,8 @@ class Take:
 
 
 # The words of a cursor's state, before those of the parts and of the replicas.
-_EPOCH, _HANDED, _OPEN = range(3)
-_HEAD = 3
+_EPOCH, _HANDED, _OPEN, _TAKEN = range(4)
+_HEAD = 4
 # The words of a replica: how many requests it has made, and the answer to the last of them.
 _REQUESTS, _ANSWERED, _AT_EPOCH, _AT_PART, _AT_INDEX = range(5)
 _WIDTH = 5
@@ -190,7 +190,7 @@ class Cursor:
     @property
     def left(self) -> int:
         """Batches of this epoch that nobody has taken yet."""
-        left = sum(self._left_of(part) for part in range(self.plan.replicas))
+        left = self.plan.batches_per_epoch - self.state[_TAKEN]
         if self.plan.steps is not None:
             left = min(left, self.plan.steps - self.handed)
         return left
@@ -240,7 +240,7 @@ class Cursor:
                     f"replica {event.replica} asks for epoch {event.epoch}: epoch {self.epoch} "
                     f"has {self.left} batches left and {still} open"
                 )
-            state[_EPOCH] = event.epoch
+            state[_EPOCH], state[_TAKEN] = event.epoch, 0
             for part in range(self.plan.replicas):
                 state[self._parts + part * 2] = state[self._parts + part * 2 + 1] = 0
         batch = self._next(event.replica) if self.left else None
@@ -249,6 +249,7 @@ class Cursor:
         state[at + _ANSWERED] = int(batch is not None)
         if batch is not None:
             state[_HANDED] += 1
+            state[_TAKEN] += 1
             state[at + _AT_EPOCH], state[at + _AT_PART] = batch.epoch, batch.part
             state[at + _AT_INDEX] = batch.index
         return [batch]

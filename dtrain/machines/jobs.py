@@ -202,6 +202,9 @@ class JobMachine:
         self.state = State.QUEUED
         self.generation = 1
         self.hosts: tuple[HostPlan, ...] = ()
+        self._hosts: dict[str, HostPlan] = {}
+        #: how many hosts have replicas
+        self._training = 0
         self.ready: set[str] = set()
         #: the hosts that can open the chief's shared memory
         self.sharing: set[str] = set()
@@ -236,15 +239,14 @@ class JobMachine:
         return self.entered if self.terminal else None
 
     def host(self, address: str) -> HostPlan:
-        for host in self.hosts:
-            if host.address == address:
-                return host
-        raise ProtocolError(f"job {self.id}: {address} is not one of its hosts")
+        if address not in self._hosts:
+            raise ProtocolError(f"job {self.id}: {address} is not one of its hosts")
+        return self._hosts[address]
 
     @property
     def shared(self) -> bool:
         """Whether all hosts share a machine's memory."""
-        return all(h.address in self.sharing for h in self.hosts)
+        return len(self.sharing) == len(self.hosts)
 
     def waiting(self) -> list[HostPlan]:
         """The hosts that the present state waits for."""
@@ -277,6 +279,8 @@ class JobMachine:
         if self.state is not State.QUEUED:
             raise ProtocolError(f"job {self.id}: launched while {self.state}")
         self.hosts = event.hosts
+        self._hosts = {h.address: h for h in event.hosts}
+        self._training = sum(bool(h.replicas) for h in event.hosts)
         self._enter(State.PREPARING, now, f"on {len(event.hosts)} workers")
         return [Launch(event.hosts)]
 
@@ -285,7 +289,7 @@ class JobMachine:
         self.ready.add(event.address)
         if event.shared:
             self.sharing.add(event.address)
-        if self.state is State.PREPARING and not self.waiting():
+        if self.state is State.PREPARING and len(self.ready) == len(self.hosts):
             self._enter(State.RUNNING, now, "all workers are ready")
             self.epoch_began = now
         return []
@@ -300,14 +304,13 @@ class JobMachine:
         if not host.replicas and not everyone:
             raise ProtocolError(f"job {self.id}: {host} has no replicas and no part in an epoch")
         self.reached.setdefault(key, {})[event.address] = event.payload
-        expected = [h.address for h in self.hosts if h.replicas or everyone]
         payloads = self.reached[key]
-        if any(address not in payloads for address in expected):
+        if len(payloads) < (len(self.hosts) if everyone else self._training):
             return []
         del self.reached[key]
         last = False
         if event.phase == "evaluated":
-            ordered = [payloads[address] for address in expected]
+            ordered = [payloads[h.address] for h in self.hosts if h.address in payloads]
             record = self._record(ordered)
             seconds = max(now - self.epoch_began, 1e-9)
             record["seconds"] = seconds
@@ -337,7 +340,7 @@ class JobMachine:
         return commands + self._finish_if_done(now)
 
     def _worker_lost(self, event: WorkerLost, now: float) -> list[Command]:
-        if all(h.address != event.address for h in self.hosts) or event.address in self.lost:
+        if event.address not in self._hosts or event.address in self.lost:
             return []
         host = self.host(event.address)
         self.lost.append(event.address)
@@ -404,7 +407,8 @@ class JobMachine:
         return [Stop(left, why)]
 
     def _finish_if_done(self, now: float) -> list[Command]:
-        return self._end(now) if self.state is State.STOPPING and not self.waiting() else []
+        over = self.state is State.STOPPING and len(self.done) >= len(self.hosts)
+        return self._end(now) if over else []
 
     def _end(self, now: float, late: list[HostPlan] | None = None) -> list[Command]:
         assert self.outcome is not None

@@ -65,7 +65,7 @@ class Rounds:
         self.since: float | None = None
         self._members = members
         self._epoch_of = epoch_of
-        self.expected = members(step)
+        self._expect()
 
     def handle(self, event: Pushed | Reduced, now: float) -> list[Decide]:
         self._check(event)
@@ -111,7 +111,7 @@ class Rounds:
         self.totals.samples += sum(self.arrived[i].samples for i in members)
         self.step += 1
         self.arrived, self.reduced, self.since = {}, {}, None
-        self.expected = self._members(self.step)
+        self._expect()
         return verdict
 
     def _problem(self) -> str | None:
@@ -124,6 +124,10 @@ class Rounds:
                 )
         problems = (self.reduced[shard].problem for shard in sorted(self.reduced))
         return next((problem for problem in problems if problem is not None), None)
+
+    def _expect(self) -> None:
+        self.expected = self._members(self.step)
+        self._wanted = frozenset(self.expected)
 
     def take_totals(self) -> Totals:
         """The sums since they were last taken: one epoch's."""
@@ -149,7 +153,7 @@ class Rounds:
             )
         if isinstance(event, Pushed) and event.step == self.step:
             for c in event.contributions:
-                if c.replica not in self.expected:
+                if c.replica not in self._wanted:
                     raise ProtocolError(
                         f"{self._told(event)}: "
                         f"replica {c.replica} takes no part in it, "

@@ -53,7 +53,11 @@ class ShardMachine:
         #: gradients that came more than once
         self.repeated = 0
         self._members = members
-        self.expected = members(version)
+        self._expect()
+
+    def _expect(self) -> None:
+        self.expected = self._members(self.version)
+        self._wanted = frozenset(self.expected)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -81,7 +85,7 @@ class ShardMachine:
         self.version += 1
         self.phase = Phase.GATHERING
         self.gathered = {}
-        self.expected = self._members(self.version)
+        self._expect()
         return [Flip(self.version)]
 
     def _pushed(self, event: Pushed) -> list[Command]:
@@ -89,7 +93,7 @@ class ShardMachine:
         self.repeated += len(event.contributions) - len(fresh)
         for contribution in fresh:
             self.gathered[contribution.replica] = contribution
-        if not fresh or self.missing:
+        if not fresh or len(self.gathered) < len(self.expected):
             return []
         self.phase = Phase.REDUCING
         weights = tuple(self.gathered[i].weight for i in self.expected)
@@ -113,7 +117,7 @@ class ShardMachine:
             raise ProtocolError(f"{self._told(event)}: not expected while {self.phase.value}")
         if isinstance(event, Pushed) and event.step == self.version:
             for contribution in event.contributions:
-                if contribution.replica not in self.expected:
+                if contribution.replica not in self._wanted:
                     raise ProtocolError(
                         f"{self._told(event)}: "
                         f"replica {contribution.replica} takes no part in it, "

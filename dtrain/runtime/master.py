@@ -201,10 +201,12 @@ class Master(SchedulerPlugin):
     # -- acting on the machines ----------------------------------------------------------------
 
     def _handle(self, record: Record, event: Event) -> None:
-        before = record.machine.state
-        for command in record.machine.handle(event, self._now()):
+        machine = record.machine
+        before = machine.state, len(machine.settled)
+        for command in machine.handle(event, self._now()):
             self._act(record, command)
-        if record.machine.state is not before or isinstance(event, Reached):
+        # Whoever waits is woken when something is settled, not by each that arrives.
+        if (machine.state, len(machine.settled)) != before:
             self._spawn(self._announce(record))
 
     def _act(self, record: Record, command: Command) -> None:

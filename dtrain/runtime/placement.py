@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 from dtrain.machines.jobs import HostPlan
@@ -29,30 +30,35 @@ def place(
         The first is the chief: it has replicas and shard 0.
     """
     addresses = [w.address for w in workers]
+    rank = {address: number for number, address in enumerate(addresses)}
     most = -(-replicas // len(workers))
-    load = dict.fromkeys(addresses, 0)
-    home: dict[int, str] = {}
+    at: dict[str, list[int]] = {address: [] for address in addresses}
+    # The least loaded first, in order of joining; entries of a load that has changed are stale.
+    idle = [(0, number) for number in range(len(addresses))]
+    gain = {i: max(local_bytes.get(i, {}).values(), default=0) for i in range(replicas)}
     # Those with the most to gain choose first; ties go to the lower id.
-    gain = sorted(
-        range(replicas), key=lambda i: (-max(local_bytes.get(i, {}).values(), default=0), i)
-    )
-    for i in gain:
-        lies = local_bytes.get(i, {})
-        open_ = [a for a in addresses if load[a] < most]
-        home[i] = max(open_, key=lambda a: (lies.get(a, 0), -load[a], -addresses.index(a)))
-        load[home[i]] += 1
+    for i in sorted(gain, key=lambda i: (-gain[i], i)):
+        near = [
+            (-rows, len(at[a]), rank[a])
+            for a, rows in local_bytes.get(i, {}).items()
+            if a in at and len(at[a]) < most
+        ]
+        if near:
+            home = addresses[min(near)[2]]
+        else:
+            while len(at[addresses[idle[0][1]]]) != idle[0][0]:
+                heapq.heappop(idle)
+            home = addresses[idle[0][1]]
+        at[home].append(i)
+        heapq.heappush(idle, (len(at[home]), rank[home]))
     # Replicas first: a shard beside a replica saves its messages.
-    ranked = sorted(addresses, key=lambda a: (load[a] == 0, min(_of(home, a), default=replicas)))
+    ranked = sorted(addresses, key=lambda a: (not at[a], min(at[a], default=replicas)))
     hosted: dict[str, list[int]] = {a: [] for a in ranked}
     for shard in range(shards):
         hosted[ranked[shard % len(ranked)]].append(shard)
     names = {w.address: w.name for w in workers}
     return tuple(
-        HostPlan(a, names[a], tuple(sorted(_of(home, a))), tuple(hosted[a]))
+        HostPlan(a, names[a], tuple(sorted(at[a])), tuple(hosted[a]))
         for a in ranked
-        if load[a] or hosted[a]
+        if at[a] or hosted[a]
     )
-
-
-def _of(home: Mapping[int, str], address: str) -> list[int]:
-    return [i for i, at in home.items() if at == address]

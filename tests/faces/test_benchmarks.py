@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from benchmarks import master, notes
 from benchmarks.plain import Loop
 from benchmarks.report import Turn, interleaved, summary
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, Workload
@@ -19,7 +22,7 @@ from dtrain.models import MLP
 
 ROOT = Path(__file__).parents[2]
 SIDES = ["plain", "plain x2", "dtrain 1", "dtrain 2"]
-RATIOS = ["dtrain 2 / plain", "dtrain 2 / plain x2", "dtrain 1 / plain"]
+RATIOS = ["over plain", "over plain x2", "1 replica over plain"]
 QUICK = ["--rounds", "1", "--steps", "5", "--epochs", "2", "--seconds", "0.05"]
 
 
@@ -47,7 +50,8 @@ def test_sync_measures_all_sides_in_one_environment():
     assert list(found["blas"]) == ["plain 0", "plain 1", "worker 0", "worker 1"]
     for pools in found["blas"].values():
         assert all(pool["num_threads"] == 1 for pool in pools)
-    assert found["idle_cores"] >= 0
+    assert found["idle_cores"]["dtrain"] >= 0
+    assert (found["peers"], found["left_out"]) == ({}, [])
     (workload,) = found["workloads"]
     assert (workload["name"], workload["batch"], workload["rows"]) == ("small", 32, 6 * 32)
     assert list(workload["rates"]) == list(workload["medians"]) == SIDES
@@ -62,7 +66,129 @@ def test_sync_measures_all_sides_in_one_environment():
         assert split["step"] > 0
         assert split["gradients"] > 0
     # The tables went to stderr.
-    assert "dtrain 2 / plain x2" in done.stderr
+    assert "1 replica over plain" in done.stderr
+
+
+@pytest.mark.cluster
+def test_async_measures_peers_and_what_a_slow_replica_leaves_of_the_other():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    quick = ["--rounds", "1", "--steps", "40", "--epochs", "2", "--seconds", "0.05"]
+    # A Python that has no TensorFlow: the rest is measured all the same.
+    peers = ["--peers", "--tensorflow", without_tensorflow()]
+    done = run("async", "--model", "small", *quick, *peers, "--slow", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["peers"]) == ["ddp"]
+    assert found["peers"]["ddp"]["threads"] == 1
+    assert [line.split(":")[0] for line in found["left_out"]] == ["tf"]
+    assert found["left_out"][0] in done.stderr
+    assert list(found["idle_cores"]) == ["dtrain", "ddp"]
+    (workload,) = found["workloads"]
+    sides = ["plain", "plain x2", "ddp", "dtrain sync", "dtrain async"]
+    assert list(workload["rates"]) == sides
+    assert all(rate > 0 for rates in workload["rates"].values() for rate in rates)
+    assert [len(workload["parts"][side][0]) for side in sides] == [1, 2, 2, 1, 1]
+    named = ["over plain", "over plain x2", "over sync", "over ddp", "other replica kept"]
+    assert list(workload["ratios"]) == named
+    assert all(ratio > 0 for ratio in workload["ratios"].values())
+    slow = workload["slow"]
+    assert slow["times"] == 3
+    assert slow["kept"]["epoch"] == workload["ratios"]["other replica kept"]
+    for name in ("even", "slow"):
+        assert all(slow["steps_per_s"][name][window][0] > 0 for window in ("epoch", "own part"))
+    assert "other replica kept" in done.stderr
+
+
+def without_tensorflow() -> str:
+    if importlib.util.find_spec("tensorflow") is not None:
+        pytest.skip("TensorFlow is installed here")
+    return sys.executable
+
+
+@pytest.mark.cluster
+def test_tensorflow_is_measured_and_its_servers_end():
+    python = os.environ.get("DTRAIN_TENSORFLOW")
+    if not python:
+        pytest.skip("DTRAIN_TENSORFLOW names no Python with TensorFlow")
+    done = run("sync", "--model", "small", *QUICK, "--tensorflow", python, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["peers"]) == ["ddp", "tf"]
+    (workload,) = found["workloads"]
+    assert workload["rates"]["tf"][0] > 0
+    assert list(workload["ratios"]) == [*RATIOS, "over ddp", "over tf"]
+    servers = found["peers"]["tf"]["servers"]
+    assert len(servers) == 3
+    assert not any(psutil.pid_exists(pid) for pid in servers)
+
+
+@pytest.mark.cluster
+def test_transport_measures_empty_steps_and_remote_transfers():
+    quick = ["--rounds", "2", "--steps", "200", "--seconds", "0.01", "--largest", "8192"]
+    done = run("transport", *quick, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    step = found["step"]
+    assert step["parameters"] == 9610
+    assert list(step["us"]) == ["shared memory", "comm", "1 worker"]
+    for side, us in step["us"].items():
+        assert len(step["rates"][side]) == 2
+        assert us == pytest.approx(1e6 / step["medians"][side])
+    assert step["shared"]["comm"] is False
+    assert [size["bytes"] for size in found["remote"]] == [1024, 8192]
+    for size in found["remote"]:
+        for op, ways in (("pull", 1), ("push and pull", 2)):
+            assert list(size["seconds"][op]) == ["dtrain", "tcp"]
+            for side, rate in size[op]["gb_per_s"].items():
+                assert len(size["seconds"][op][side]) == 2
+                assert rate == pytest.approx(ways * size["bytes"] / size[op]["us"][side] / 1e3)
+            assert size[op]["over tcp"] > 0
+    assert "over tcp" in done.stderr
+
+
+def test_master_drives_the_machines_from_the_first_hello_to_the_end():
+    done = run("master", "--workers", "4", "--workers", "12", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [size["workers"] for size in found["sizes"]] == [4, 12]
+    for size in found["sizes"]:
+        n = size["workers"]
+        counts = {part: of["events"] for part, of in size["parts"].items()}
+        assert counts["join and hello"] == counts["sync: a step at the lead"] == 2 * n
+        assert counts["barrier: all evaluated"] == counts["heartbeats"] == n
+        assert all(of["events_per_s"] > 0 for of in size["parts"].values())
+        assert all(held > 0 for held in size["memory"].values())
+        messages = size["messages"]
+        assert messages["a steady step"] == {
+            "to": "scheduler",
+            "per": "step",
+            "count": 0,
+            "bytes": 0,
+        }
+        assert messages["push"]["count"] == n - 1
+        assert all(m["bytes"] > 0 for what, m in messages.items() if what != "a steady step")
+    assert found["growth"].keys() == found["sizes"][0]["parts"].keys()
+    # A launch tells each worker of all others.
+    small, large = (size["messages"]["launch"]["bytes"] for size in found["sizes"])
+    assert large > small
+
+
+def test_growth_is_the_exponent_and_tells_what_is_left_out():
+    sizes = [
+        {"workers": n, "parts": {"one": {"seconds": n * 1e-6}, "two": {"seconds": n * n * 1e-6}}}
+        for n in (10, 100, 1000)
+    ]
+    assert master.growth(sizes, "one") == pytest.approx(1)
+    assert master.growth(sizes, "two") == pytest.approx(2)
+    assert master.growth(sizes[:1], "two") is None
+    assert master.expected(sizes, "two", 10_000) == pytest.approx(100)
+    world = master.World(3)
+    ran = []
+    for part, _, act in master.life(world, [master.PLACEMENT, master.BATCHES]):
+        act()
+        ran.append(part)
+    assert len(ran) == 8
+    assert not {master.PLACEMENT, master.BATCHES} & set(ran)
 
 
 def test_environment_is_settled_although_numpy_was_loaded_before(tmp_path):
@@ -83,7 +209,18 @@ def test_environment_is_settled_although_numpy_was_loaded_before(tmp_path):
     assert "'OPENBLAS_L2_SIZE': '512'" in done.stdout
 
 
-@pytest.mark.parametrize("words", [["sync", "--model", "huge"], ["sync", "--epochs", "1"], []])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["sync", "--model", "huge"],
+        ["sync", "--epochs", "1"],
+        ["sync", "--tensorflow", "/no/such/python"],
+        ["async", "--slow", "1"],
+        ["transport", "--largest", "1"],
+        ["master", "--workers", "1"],
+    ],
+)
 def test_wrong_usage_is_refused(words):
     done = run(*words)
     assert done.returncode == 2
@@ -135,11 +272,23 @@ def test_turns_are_interleaved_and_ratios_are_of_medians():
         return Turn(rates[name][order.count(name) - 1], [])
 
     sides = {name: (lambda name=name: measure(name)) for name in rates}
-    found = summary(interleaved(sides, 3, lambda line: None), [("b", "a")])
+    ratios = {"b over a": ("b", "a"), "c over a": ("c", "a")}
+    found = summary(interleaved(sides, 3, lambda line: None), ratios)
     assert order == ["a", "b"] * 3
     assert found["rates"] == rates
     assert found["medians"] == {"a": 3.0, "b": 6.0}
-    assert found["ratios"] == {"b / a": 2.0}
+    # What was not measured has no ratio.
+    assert found["ratios"] == {"b over a": 2.0}
+
+
+def test_steps_are_counted_between_calls():
+    notes.forget()
+    assert notes.steps_per_s(0) is None
+    for _ in range(4):
+        notes.note()
+    assert notes.steps_per_s(1) > 0
+    assert notes.steps_per_s(1, 2) is None
+    notes.forget()
 
 
 def test_epochs_are_whole_batches_for_each_replica():

@@ -12,7 +12,15 @@ from dataclasses import replace
 import pytest
 
 from dtrain.machines.cursor import Cursor, Plan
-from dtrain.machines.jobs import HostDone, JobMachine, Launched, Reached, State, WorkerLost
+from dtrain.machines.jobs import (
+    HostDone,
+    HostReady,
+    JobMachine,
+    Launched,
+    Reached,
+    State,
+    WorkerLost,
+)
 from dtrain.machines.rounds import Rounds
 from dtrain.machines.shard import Phase, ShardMachine
 from dtrain.messages import Decide, Flip, Pushed, Reduced, Report, Verdict
@@ -250,13 +258,13 @@ class SettlesWithTheFirst(JobMachine):
     """A barrier is settled by whoever reaches it first."""
 
     def handle(self, event, now):
-        hosts = self.hosts
+        training = self._training
         if isinstance(event, Reached) and event.phase == "trained":
-            self.hosts = tuple(h for h in hosts if h.address == event.address)
+            self._training = 1
         try:
             return super().handle(event, now)
         finally:
-            self.hosts = self.hosts if isinstance(event, Launched) else hosts
+            self._training = self._training if isinstance(event, Launched) else training
 
 
 class RunsWithoutAll(JobMachine):
@@ -264,6 +272,11 @@ class RunsWithoutAll(JobMachine):
 
     def waiting(self):
         return super().waiting() if self.state is State.STOPPING else []
+
+    def handle(self, event, now):
+        if isinstance(event, HostReady):
+            self.ready = {h.address for h in self.hosts}
+        return super().handle(event, now)
 
 
 class ComesBack(JobMachine):

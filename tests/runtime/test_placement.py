@@ -1,0 +1,63 @@
+"""Where replicas and shards go."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from dtrain.machines.membership import Member
+from dtrain.runtime.placement import place
+
+
+def members(count):
+    return [Member(f"tcp://{i}", f"w{i}", 0.0) for i in range(count)]
+
+
+def test_replicas_go_where_their_rows_lie():
+    lies = {0: {"tcp://2": 10}, 1: {"tcp://0": 5, "tcp://1": 7}, 2: {"tcp://0": 9}}
+    hosts = place(members(3), 3, 3, lies)
+    assert {h.address: h.replicas for h in hosts} == {
+        "tcp://2": (0,),
+        "tcp://1": (1,),
+        "tcp://0": (2,),
+    }
+    assert hosts[0].replicas == (0,)
+    assert hosts[0].shards == (0,)
+
+
+def test_one_worker_with_all_rows_does_not_get_all_replicas():
+    lies = {i: {"tcp://0": 100 + i} for i in range(4)}
+    hosts = place(members(2), 4, 2, lies)
+    assert sorted(len(h.replicas) for h in hosts) == [2, 2]
+    # Those with the most rows there stay there.
+    assert next(h for h in hosts if h.address == "tcp://0").replicas == (2, 3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_replica_and_shard_has_one_home_and_the_load_is_even(seed):
+    rng = random.Random(seed)
+    workers, replicas, shards = rng.randint(1, 6), rng.randint(1, 12), rng.randint(1, 9)
+    ready = members(workers)
+    lies = {
+        i: {w.address: rng.randint(0, 3) for w in rng.sample(ready, rng.randint(0, workers))}
+        for i in range(replicas)
+    }
+    lies[0]["tcp://gone"] = 100
+    hosts = place(ready, replicas, shards, lies)
+    assert sorted(i for h in hosts for i in h.replicas) == list(range(replicas))
+    assert sorted(s for h in hosts for s in h.shards) == list(range(shards))
+    assert max(len(h.replicas) for h in hosts) == -(-replicas // workers)
+    assert hosts[0].replicas
+    assert 0 in hosts[0].shards
+    assert all(h.replicas or h.shards for h in hosts)
+    assert place(ready, replicas, shards, lies) == hosts
+
+
+def test_ten_thousand_workers_are_placed_in_seconds():
+    ready = members(10_000)
+    lies = {i: {f"tcp://{(i * 7) % 10_000}": 1, f"tcp://{i}": 1} for i in range(10_000)}
+    start = time.monotonic()
+    place(ready, 10_000, 10_000, lies)
+    assert time.monotonic() - start < 10
