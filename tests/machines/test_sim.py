@@ -274,9 +274,10 @@ class RunsWithoutAll(JobMachine):
         return super().waiting() if self.state is State.STOPPING else []
 
     def handle(self, event, now):
-        if isinstance(event, HostReady):
-            self.ready = {h.address for h in self.hosts}
-        return super().handle(event, now)
+        commands = super().handle(event, now)
+        if isinstance(event, HostReady) and self.state is State.PREPARING:
+            self._enter(State.RUNNING, now, "whoever is there")
+        return commands
 
 
 class ComesBack(JobMachine):
