@@ -44,6 +44,8 @@ class Control:
                     "client: found an asynchronous Client, expected a synchronous one "
                     "(call dtrain from a thread, or with the address of the scheduler)"
                 )
+            if target.status not in ("running", "connecting"):
+                raise ClusterError(f"client: found it {target.status}, expected a running one")
         elif not isinstance(target, str):
             raise SpecError(_NO_CLIENT.format(found=type(target).__name__))
         self.target = target
@@ -218,17 +220,15 @@ def connect(address: Client | str | None = None, *, workers: int | None = None) 
         Nothing answers at the address.
     """
     from distributed import Client
-    from distributed.client import default_client
 
     if isinstance(address, Client):
         yield address
         return
     if address is None:
-        try:
-            yield default_client()
+        current = _current()
+        if current is not None:
+            yield current
             return
-        except ValueError:
-            pass
         with _embedded(workers) as client:
             yield client
         return
@@ -239,6 +239,21 @@ def connect(address: Client | str | None = None, *, workers: int | None = None) 
         yield client
     finally:
         client.close(timeout=5)
+
+
+def _current() -> Client | None:
+    """The current client: this process's, or within a Dask task the one of its cluster."""
+    from distributed import get_client
+    from distributed.client import default_client
+    from distributed.worker import thread_state
+
+    try:
+        found: Client = (
+            get_client() if hasattr(thread_state, "execution_state") else default_client()
+        )
+    except ValueError:
+        return None
+    return found
 
 
 def open_client(address: str) -> Client:

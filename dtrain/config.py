@@ -20,6 +20,7 @@ DEFAULTS: dict[str, str] = {
     "poll": "2s",
     "call-deadline": "15s",
     "connect-deadline": "5s",
+    "data-deadline": "1 hour",
     "stop-grace": "5s",
     "client-lease": "60s",
     "result-ttl": "7d",
@@ -49,6 +50,8 @@ class Settings:
         The longest a call that should be answered at once may take.
     connect_deadline : float
         How long to look for a scheduler at an address.
+    data_deadline : float
+        How long the chunks of Dask arrays may take to be computed.
     stop_grace : float
         How long a stopping job waits for user code to return.
     client_lease : float
@@ -67,6 +70,7 @@ class Settings:
     poll: float
     call_deadline: float
     connect_deadline: float
+    data_deadline: float
     stop_grace: float
     client_lease: float
     result_ttl: float

@@ -58,7 +58,7 @@ class Handle:
     @property
     def state(self) -> str:
         """``QUEUED PREPARING RUNNING STOPPING``; its end is ``SUCCEEDED FAILED CANCELLED``."""
-        return str(self._described()["state"])
+        return str(self._described(brief=True)["state"])
 
     def status(self) -> dict[str, Any]:
         """A dict: id, name, state, reason, message, step, epoch, loss, samples_per_s, replicas,
@@ -67,7 +67,7 @@ class Handle:
 
     def why_waiting(self) -> str:
         """Who waits for whom, in words."""
-        return str(self._described()["why"])
+        return str(self._described(brief=True)["why"])
 
     def cancel(self) -> None:
         """Stop the job; a terminal one stays as it is."""
@@ -103,7 +103,7 @@ class Handle:
             poll = _GLANCE if look else settings().poll
             if until is not None:
                 poll = min(poll, max(until - time.monotonic(), 0.0))
-            status = self._described(wait=poll, seen=seen)
+            status = self._described(wait=poll, seen=seen, brief=True)
             seen = status["state"]
             if look:
                 look(status)
@@ -129,7 +129,7 @@ class Handle:
         status = self._wait(timeout)
         if status["state"] != State.SUCCEEDED:
             raise self._error(status)
-        payload = self._payload(status)
+        payload = self._payload(status, timeout)
         about = payload["about"]
         self._result = Result(
             model=self._model if self._model is not None else pickle.loads(payload["model"]),
@@ -149,17 +149,26 @@ class Handle:
         """Let the workers forget the result of an ended job; its status stays."""
         self._control.call("dtrain_release", job=self.id)
 
-    def _payload(self, status: dict[str, Any]) -> dict[str, Any]:
+    def _payload(self, status: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         """The trained parameters, straight from the worker that holds them."""
         from distributed import Client
 
         client = self._control.target
         if isinstance(client, str):
             with Client(client, timeout=settings().connect_deadline, set_as_default=False) as own:
-                return Handle(self.id, own)._payload(status)
+                return Handle(self.id, own)._payload(status, timeout)
+        if status["result"] is None:
+            place = f"; it was written to {status['output']}" if status["output"] else ""
+            raise JobFailed(
+                f"job {self.id}: it has succeeded, but no worker holds its result any more: the "
+                f"one that did is gone, or it was released{place}",
+                self.id,
+                "WORKERS_LOST",
+            )
         key, address = status["result"]
+        seconds = settings().step_deadline if timeout is None else max(timeout, 1.0)
         try:
-            payload: dict[str, Any] = client.sync(_fetch, client, key, address)
+            payload: dict[str, Any] = client.sync(_fetch, client, key, address, seconds)
             return payload
         except (OSError, TimeoutError, KeyError) as error:
             raise JobFailed(
@@ -181,20 +190,22 @@ class Handle:
         kind = _ERRORS.get(status["reason"], JobFailed)
         return kind(message, self.id, status["reason"])
 
-    def _described(self, wait: float = 0.0, seen: str | None = None) -> dict[str, Any]:
+    def _described(
+        self, wait: float = 0.0, seen: str | None = None, *, brief: bool = False
+    ) -> dict[str, Any]:
         deadline = settings().call_deadline + wait
         found: dict[str, Any] = self._control.call(
-            "dtrain_status", deadline, job=self.id, wait=wait, seen=seen
+            "dtrain_status", deadline, job=self.id, wait=wait, seen=seen, brief=brief
         )
         return found
 
 
-async def _fetch(client: Client, key: str, address: str) -> Any:
+async def _fetch(client: Client, key: str, address: str, seconds: float) -> Any:
     """Worker to client; a parameter never passes through the scheduler."""
     from distributed.worker import get_data_from_worker
 
     call = get_data_from_worker(client.rpc, [key], address)
-    return (await asyncio.wait_for(call, settings().step_deadline))["data"][key]
+    return (await asyncio.wait_for(call, seconds))["data"][key]
 
 
 def jobs(client: Client | str | None = None) -> list[Handle]:

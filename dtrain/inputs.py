@@ -6,13 +6,16 @@ where they lie.  Neither passes through the scheduler.
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.errors import ClusterError, ClusterWarning, DataError, JobFailed
+from dtrain.cluster import Control
+from dtrain.config import settings
+from dtrain.errors import ClusterError, ClusterWarning, DataError, DeadlineError, JobFailed
 from dtrain.job import Job, task_of
 from dtrain.runtime.data import ArrayRef, DataPlan, Parts
 
@@ -125,7 +128,12 @@ def _array(value: Any, name: str) -> Any:
             f"{name}: found {type(value).__name__}, expected a NumPy or dask array "
             f"(a dask dataframe has to_dask_array(lengths=True))"
         )
-    array = np.asarray(value)
+    if np.ma.isMaskedArray(value):
+        raise DataError(f"{name}: found a masked array, expected one without masked values")
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"{name}: found {type(value).__name__}: {error}") from None
     if array.ndim == 0 or (array.dtype == object and array.size and not _strings(array)):
         raise DataError(f"{name}: found {type(value).__name__}, expected an array of rows")
     if array.dtype == object:
@@ -138,6 +146,8 @@ def _strings(array: np.ndarray) -> bool:
 
 
 def _dask_array(array: Any, name: str) -> Any:
+    if np.ma.isMaskedArray(array._meta):
+        raise DataError(f"{name}: found a masked array, expected one without masked values")
     if any(np.isnan(n) for n in array.shape):
         raise DataError(
             f"{name}: found chunks of unknown sizes {array.chunks}, expected known ones; "
@@ -214,7 +224,7 @@ def _check_labels(
 
 def _persisted(client: Client, arrays: list[Any], held: list[Any]) -> list[Any]:
     """Dask arrays, computed and in memory; others as they are."""
-    from distributed import futures_of, wait
+    from distributed import futures_of
 
     lazy = [a for a in arrays if is_dask(a)]
     if not lazy:
@@ -222,15 +232,46 @@ def _persisted(client: Client, arrays: list[Any], held: list[Any]) -> list[Any]:
     ready = iter(client.persist(lazy, optimize_graph=True))
     arrays = [next(ready) if is_dask(a) else a for a in arrays]
     futures = futures_of([a for a in arrays if is_dask(a)])
-    wait(futures)
+    _wait_for_chunks(client, futures)
     for future in futures:
         if future.status == "error":
-            raise future.exception()
+            raise client.sync(future._exception)
         if future.status != "finished":
             raise JobFailed(f"data: chunk {future.key!r} is {future.status}, expected it computed")
     held.extend(futures)
     held.extend(arrays)
     return arrays
+
+
+def _wait_for_chunks(client: Client, futures: list[Any]) -> None:
+    """Until all are computed or have failed.
+
+    Computing may take its time; but tasks that no worker may run are told at once, and after
+    ``data-deadline`` the rest is.
+    """
+    # Not `distributed.wait`: it wants a client that is the process's current one.
+    from distributed.client import _wait
+
+    config = settings()
+    until = time.monotonic() + config.data_deadline
+    control = Control(client)
+    while True:
+        try:
+            client.sync(_wait, futures, timeout=config.poll)
+            return
+        except TimeoutError:
+            pending = [f.key for f in futures if f.status == "pending"]
+        stuck = control.call("dtrain_stuck")
+        if stuck:
+            raise DataError(
+                f"data: {len(pending)} chunks wait for tasks that no worker may run, such as "
+                f"{stuck[0]}; expected workers that satisfy their restrictions"
+            )
+        if time.monotonic() > until:
+            raise DeadlineError(
+                f"data: after {config.data_deadline:.0f} s {len(pending)} of {len(futures)} chunks "
+                f"are not computed, such as {pending[0]!r}"
+            )
 
 
 class _Placer:

@@ -72,6 +72,11 @@ class Job:
     output: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, type):
+            raise SpecError(
+                f"model: found the class {self.model.__name__}, expected an object: "
+                f"{self.model.__name__}(...)"
+            )
         for method in ("init", "loss_and_grads", "predict"):
             if not callable(getattr(self.model, method, None)):
                 raise SpecError(

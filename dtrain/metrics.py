@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtrain.errors import SpecError
+from dtrain.errors import DataError, SpecError
 from dtrain.tree import tree_sum
 
 Sums = tuple[float, ...]
@@ -121,6 +121,13 @@ def check_metrics(names: Iterable[Any], task: str) -> tuple[str, ...]:
                 f"for a model whose task is {task}"
             )
     return tuple(names)
+
+
+def sums(name: str, scores: np.ndarray, y: np.ndarray) -> Sums:
+    """A metric's sums over a batch; DataError if the scores are not those of its rows."""
+    if scores.ndim == 0 or len(scores) != len(y):
+        raise DataError(f"scores: found shape {scores.shape}, expected {len(y)} rows")
+    return METRICS[name].sums(scores, y)
 
 
 def add(total: Sequence[float] | None, sums: Sums) -> list[float]:

@@ -115,16 +115,19 @@ class Result:
 
     def _evaluate_blocks(self, X: Any, y: Any) -> dict[str, float]:
         import dask
-        import dask.array as da
 
+        X, y = _alike(X, y)
         if not is_same_rows(X, y):
             raise DataError(
                 f"X has chunks {getattr(X, 'chunks', None)} and y {getattr(y, 'chunks', None)}, "
                 f"expected the same chunks of rows in both"
             )
-        X, y = da.asarray(X), da.asarray(y)
-        blocks = zip(X.to_delayed().ravel(), y.to_delayed().ravel(), strict=True)
-        sums = dask.compute(*(dask.delayed(self._sums, pure=False)(a, b) for a, b in blocks))
+        blocks = zip(X.chunks[0], X.to_delayed().ravel(), y.to_delayed().ravel(), strict=True)
+        sums = dask.compute(
+            *(dask.delayed(self._sums, pure=False)(a, b) for rows, a, b in blocks if rows)
+        )
+        if not sums:
+            raise DataError("X has no rows, expected some to evaluate on")
         total: dict[str, list[float]] = {}
         for partial in sums:
             for name, values in partial.items():
@@ -146,7 +149,7 @@ class Result:
             if self._metric_names:
                 scores = np.asarray(self.model.predict(self.params, batch[0]))
                 for name in self._metric_names:
-                    one = metrics_of.METRICS[name].sums(scores, batch[1])
+                    one = metrics_of.sums(name, scores, batch[1])
                     sums[name] = metrics_of.add(sums.get(name), one)
         return sums
 
@@ -218,6 +221,23 @@ def load(path: str | os.PathLike[str], model: Any = None) -> Result:
         metric_names=saved.metrics,
         output=os.fspath(path),
     )
+
+
+def _alike(X: Any, y: Any) -> tuple[Any, Any]:
+    """Both as dask arrays; a NumPy one is cut at the rows of the other."""
+    import dask.array as da
+
+    from dtrain.inputs import is_dask
+
+    def cut(array: Any, rows: Any) -> Any:
+        array = np.asarray(array)
+        if array.shape[:1] != (sum(rows),):
+            raise DataError(f"found shape {array.shape}, expected {sum(rows)} rows")
+        return da.from_array(array, chunks=(rows, *((n,) for n in array.shape[1:])))
+
+    if not is_dask(X):
+        return cut(X, y.chunks[0]), y
+    return X, y if is_dask(y) else cut(y, X.chunks[0])
 
 
 def is_same_rows(X: Any, y: Any) -> bool:

@@ -84,6 +84,10 @@ class JobSpec:
         return replace(self, replicas=replicas, shards=shards)
 
 
+#: What all that carry numbers can carry.
+_MOST = 2**53
+
+
 def whole(key: str, value: Any, *, least: int = 1) -> int:
     """``value`` as an int, or a SpecError that names ``key``."""
     try:
@@ -91,8 +95,9 @@ def whole(key: str, value: Any, *, least: int = 1) -> int:
         exact = number is not None and math.isfinite(value) and number == value
     except (TypeError, ValueError, OverflowError):
         exact = False
-    if not exact or number is None or number < least:
-        raise SpecError(f"{key}: found {value!r}, expected a whole number from {least} up")
+    if not exact or number is None or not least <= number <= _MOST:
+        found = f"{value!r:.40}"
+        raise SpecError(f"{key}: found {found}, expected a whole number from {least} to {_MOST}")
     return number
 
 

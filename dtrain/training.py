@@ -11,6 +11,8 @@ import difflib
 import io
 import warnings
 from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,7 +71,8 @@ def fit(
     """
     job = _job(model, X, y, arguments)
     _check(job)
-    with connect(client, workers=job.replicas and min(job.replicas, _cores())) as found:
+    workers = job.replicas and min(job.replicas, _cores())
+    with _out_of_the_pool(), connect(client, workers=workers) as found:
         handle = submit(job, client=found, detach=False)
         try:
             handle.wait(progress=progress)
@@ -148,7 +151,13 @@ def _pickled(model: Any) -> bytes:
     By these a remote traceback shows the user's own lines; cloudpickle by itself drops them.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(model)
+    try:
+        _Pickler(buffer).dump(model)
+    except Exception as error:
+        raise SpecError(
+            f"model: found a {type(model).__name__} that cannot be pickled "
+            f"({type(error).__name__}: {error}), expected one that can travel to the workers"
+        ) from error
     return buffer.getvalue()
 
 
@@ -184,6 +193,22 @@ def _running(client: Client | str | None) -> Client:
             "client: found none, expected a Client or an address; "
             "fit runs on an embedded cluster, submit needs one that lives on"
         ) from None
+
+
+@contextmanager
+def _out_of_the_pool() -> Iterator[None]:
+    """Within a Dask task: give its thread back for the time being, as the job may need it."""
+    from distributed import rejoin, secede
+    from distributed.worker import thread_state
+
+    if not hasattr(thread_state, "execution_state"):
+        yield
+        return
+    secede()
+    try:
+        yield
+    finally:
+        rejoin()
 
 
 def _cancel_quietly(handle: Handle) -> None:

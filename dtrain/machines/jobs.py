@@ -376,7 +376,10 @@ class JobMachine:
         spent = now - self.entered
         if self.state is State.PREPARING and spent >= self.limits.prepare_deadline:
             names = ", ".join(str(h) for h in self.waiting())
-            words = f"after {spent:.0f} s these workers are not ready: {names}"
+            words = (
+                f"after {spent:.0f} s these workers are not ready: {names}; "
+                f"are their threads busy with other tasks?"
+            )
             return self._fail(Failure("DEADLINE", words), now)
         if self.state is not State.STOPPING or spent < self.limits.stop_grace:
             return []

@@ -73,7 +73,7 @@ class Arena:
         for replica in replicas:
             buffer = aligned_bytes(self.layout.nbytes)
             self.grads[replica] = buffer
-            self.grad_views[replica] = self.layout.views(buffer)
+            self.grad_views[replica] = poisoned(self.layout.views(buffer))
 
     # -- waiting and working (threads; never the event loop) ---------------------------------
 
@@ -194,6 +194,13 @@ def release(key: tuple[str, int]) -> None:
             _shared[key] = (arena, hosts - 1)
             return
     arena.close()
+
+
+def poisoned(views: dict[str, Any]) -> dict[str, Any]:
+    """Fill gradients with NaN: one that a model forgets to write is refused, not taken for 0."""
+    for view in views.values():
+        view.fill(float("nan"))
+    return views
 
 
 def frozen(views: Mapping[str, Any]) -> dict[str, Any]:

@@ -177,10 +177,17 @@ class Rows:
         rows = self.ref.starts[i + 1] - self.ref.starts[i]
         expected = (rows, *self.ref.shape[1:])
         found = getattr(chunk, "shape", None)
-        if found != expected or not isinstance(chunk, np.ndarray):
+        dtype = getattr(chunk, "dtype", None)
+        if (
+            found != expected
+            or dtype != np.dtype(self.ref.dtype)
+            or np.ma.isMaskedArray(chunk)
+            or not isinstance(chunk, np.ndarray)
+        ):
             raise DataError(
-                f"chunk {i} ({self.ref.keys[i]!r}): found {type(chunk).__name__} of shape {found}, "
-                f"expected an array of shape {expected}"
+                f"chunk {i} ({self.ref.keys[i]!r}): found {type(chunk).__name__} of shape {found} "
+                f"and dtype {dtype}, expected an array of shape {expected} and dtype "
+                f"{self.ref.dtype}"
             )
 
     def _chunk_of(self, rows: np.ndarray) -> np.ndarray:
@@ -343,7 +350,8 @@ class Feed:
         if pending is None:
             pending = (self._x.request(rows), self._y.request(rows))
         if replica not in self._buffers:
-            size = self.parts.plan.batch_size
+            plan = self.parts.plan
+            size = min(plan.batch_size, max(map(plan.size, range(plan.replicas))))
             self._buffers[replica] = (self._x.buffer(size), self._y.buffer(size))
         x, y = self._buffers[replica]
         if len(rows) != len(x):

@@ -33,6 +33,7 @@ from dtrain.runtime.arena import Arena, Stopped
 from dtrain.runtime.data import Feed, Parts
 from dtrain.runtime.launch import Launch
 from dtrain.runtime.lead import Account, AsyncLead, SyncLead
+from dtrain.runtime.modelfile import check_writable
 from dtrain.runtime.shards import AsyncShard, SyncShard
 from dtrain.runtime.transport import meeting, open_link
 from dtrain.runtime.transport.meeting import Meeting
@@ -94,6 +95,8 @@ class Host:
     def prepare(self) -> None:
         """Get the model, the parameters, the shards and the data; return when all are ready."""
         spec, data = self.launch.spec, self.launch.data
+        if self.is_chief and spec.output is not None:
+            check_writable(spec.output)
         with calling("loading the model"):
             self.model = pickle.loads(self.launch.model)
         self.optimizer = Optimizer.from_dict(spec.optimizer)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.client import _wait
 from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import heartbeat_interval
 
 from dtrain import metrics
 from dtrain._version import __version__
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dtrain.master")
 
+#: Ended jobs that are remembered.
+_KEPT = 1000
+
 #: Seconds between two looks at leases, deadlines and heartbeats.
 _TICK = 0.25
 
@@ -100,6 +104,7 @@ class Master(SchedulerPlugin):
             "dtrain_jobs": self.list_jobs,
             "dtrain_cancel": self.cancel,
             "dtrain_release": self.release,
+            "dtrain_stuck": self.stuck,
             "dtrain_attach": self.attach,
             "dtrain_ready": self.ready,
             "dtrain_barrier": self.barrier,
@@ -116,8 +121,6 @@ class Master(SchedulerPlugin):
 
     async def before_close(self) -> None:
         self.scheduler.extensions.pop(NAME, None)
-        for op in self.handlers:
-            self.scheduler.handlers.pop(op, None)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,6 +168,9 @@ class Master(SchedulerPlugin):
         for lost in self.membership.handle(Left(worker), self._now()):
             for record in list(self.jobs.values()):
                 self._handle(record, WorkerLost(lost.address))
+                future = record.futures.pop(lost.address, None)
+                if future is not None:
+                    future.release()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         for record in self.jobs.values():
@@ -188,9 +194,17 @@ class Master(SchedulerPlugin):
                     self._progress(address, summary)
             for record in list(self.jobs.values()):
                 self._handle(record, Tick())
-                ended = record.machine.ended
-                if ended is not None and now - ended > self.settings.result_ttl:
-                    del self.jobs[record.id]
+            self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        """Drop ended jobs whose time is over, and the oldest beyond the number that is kept."""
+        ended = [r for r in self.jobs.values() if r.machine.terminal]
+        for number, record in enumerate(ended):
+            old = now - record.machine.entered > self.settings.result_ttl
+            if old or number < len(ended) - _KEPT:
+                for future in record.futures.values():
+                    future.release()
+                del self.jobs[record.id]
 
     def _progress(self, address: str, summary: Mapping[str, Any]) -> None:
         for job, report in summary.items():
@@ -382,7 +396,9 @@ class Master(SchedulerPlugin):
                     found[i][address] = found[i].get(address, 0) + rows
         return found
 
-    async def status(self, job: str, wait: float = 0.0, seen: str | None = None) -> dict[str, Any]:
+    async def status(
+        self, job: str, wait: float = 0.0, seen: str | None = None, brief: bool = False
+    ) -> dict[str, Any]:
         """The job's status; with ``wait`` only once its state is not ``seen``, or time is out."""
         record = self._record(job)
         if wait and record.machine.state == seen:
@@ -391,7 +407,7 @@ class Master(SchedulerPlugin):
                     await asyncio.wait_for(
                         record.changed.wait_for(lambda: record.machine.state != seen), wait
                     )
-        return self._describe(record)
+        return self._describe(record, brief=brief and not record.machine.terminal)
 
     def list_jobs(self) -> list[dict[str, Any]]:
         return [self._describe(record, brief=True) for record in self.jobs.values()]
@@ -400,6 +416,10 @@ class Master(SchedulerPlugin):
         record = self._record(job)
         self._handle(record, Cancel(why))
         return self._describe(record)
+
+    def stuck(self) -> list[str]:
+        """Some tasks that no worker may run."""
+        return [str(ts.key) for ts in list(self.scheduler.unrunnable)[:3]]
 
     def release(self, job: str) -> None:
         """Let go of the result of an ended job."""
@@ -424,7 +444,9 @@ class Master(SchedulerPlugin):
         return self.jobs[job]
 
     def _describe(self, record: Record, *, brief: bool = False) -> dict[str, Any]:
-        return record.describe(self._now(), self.settings.stall, brief=brief)
+        beat = heartbeat_interval(len(self.scheduler.workers))
+        stall = self.settings.stall
+        return record.describe(self._now(), stall, stall + 2 * beat, brief=brief)
 
     # -- handlers for hosts --------------------------------------------------------------------
 

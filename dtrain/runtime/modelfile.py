@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dtrain._version import __version__
-from dtrain.errors import ModelFileError, SpecError
+from dtrain.errors import ModelFileError, SpecError, StorageError
 
 FORMAT = 1
 _PARAMS, _MANIFEST = "params.safetensors", "model.json"
@@ -88,6 +89,17 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise SpecError(
             f"output {target}: found {other!r} in it, expected a saved model or nothing"
         )
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise StorageError unless a model can be written to ``path`` from here; before training."""
+    target = Path(path).absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent):
+            pass
+    except OSError as error:
+        raise StorageError(f"output {target}: cannot be written: {error}") from None
 
 
 def load(path: str | os.PathLike[str], model: Any = None) -> Saved:

@@ -63,8 +63,14 @@ class Record:
 
     # -- the status, as the master's handlers give it ------------------------------------------
 
-    def describe(self, now: float, stall: float, *, brief: bool = False) -> dict[str, Any]:
-        """The job in plain values; ``brief`` leaves out what can be long."""
+    def describe(
+        self, now: float, stall: float, silence: float, *, brief: bool = False
+    ) -> dict[str, Any]:
+        """The job in plain values; ``brief`` leaves out what can be long.
+
+        A replica that has been in user code for ``stall`` seconds is named, and a worker that
+        has not been heard of for ``silence``.
+        """
         machine, spec, progress = self.machine, self.spec, self.progress
         failure = machine.outcome.failure if machine.outcome else None
         shown = None if machine.state is State.SUCCEEDED else failure
@@ -96,7 +102,7 @@ class Record:
             "attached": self.attached,
             "submitted": self.created,
             "seconds": (machine.ended or now) - machine.submitted,
-            "why": self._why(now, stall),
+            "why": self._why(now, stall, silence),
         }
         if not brief:
             described["history"] = machine.history
@@ -121,7 +127,7 @@ class Record:
             spent += progress["at"] - machine.epoch_began
         return done / spent if spent > 0 and done else None
 
-    def _why(self, now: float, stall: float) -> str:
+    def _why(self, now: float, stall: float, silence: float) -> str:
         """Who waits for whom, in words."""
         machine = self.machine
         if machine.terminal:
@@ -133,6 +139,17 @@ class Record:
             return f"waiting for {names} to get ready, for {spent:.1f} s"
         if machine.state is State.STOPPING:
             return f"stopping, waiting for {names}, for {spent:.1f} s"
+        heard = {
+            host: self.reports.get(host.address, {}).get("at", machine.entered)
+            for host in machine.hosts
+        }
+        mute = [
+            f"{host}, not heard of for {now - at:.1f} s"
+            for host, at in heard.items()
+            if now - at > silence
+        ]
+        if machine.state is State.RUNNING and mute:
+            return f"step {self.progress.get('step', 0)} waits for {' and '.join(mute)}"
         slow = self._computing_long(now, stall)
         if machine.state is State.RUNNING and slow:
             return f"step {self.progress.get('step', 0)} waits for {' and '.join(slow)}"

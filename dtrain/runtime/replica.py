@@ -201,7 +201,7 @@ class Trainer:
         try:
             answer = self.model.loss_and_grads(params, (x, y), **kwargs)
             loss = self._accept(answer, out)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise UserCodeError(
                 f"loss_and_grads of the model: replica {replica}, step {step}, "
                 f"partition {batch.part}, batch {batch.index}"
@@ -215,21 +215,28 @@ class Trainer:
         """The loss; gradients that are not views of the arena already are checked and copied."""
         try:
             loss, grads = answer
-            loss = float(loss)
         except (TypeError, ValueError):
             raise GradientError(
-                f"found {type(answer).__name__}, expected (loss, grads): a number and a dict"
+                f"found {type(answer).__name__}, expected a pair (loss, grads)"
             ) from None
+        try:
+            loss = float(loss)
+        except (TypeError, ValueError):
+            raise GradientError(f"loss: found {loss!r:.100}, expected a number") from None
         if grads is out:
             return loss
-        try:
-            if any(grads[name] is not view for name, view in out.items()) or len(grads) != len(out):
+        if not isinstance(grads, Mapping):
+            raise GradientError(
+                f"gradients: found {type(grads).__name__}, expected a dict of arrays"
+            )
+        if any(grads.get(name) is not view for name, view in out.items()) or len(grads) != len(out):
+            try:
                 self.host.layout.check(grads)
-                for name, view in out.items():
-                    if grads[name] is not view:
-                        view[...] = grads[name]
-        except (KeyError, TypeError, ValueError) as error:
-            raise GradientError(f"gradients: {error}") from None
+            except (KeyError, TypeError, ValueError) as error:
+                raise GradientError(f"gradients: {error}") from None
+            for name, view in out.items():
+                if grads[name] is not view:
+                    view[...] = grads[name]
         return loss
 
     def _evaluate(self, epoch: int, version: int, params: Mapping[str, Any], *, last: bool) -> bool:
@@ -257,7 +264,7 @@ class Trainer:
             sums["loss"] = metrics.add(sums.get("loss"), (rows, rows * loss))
             for name in self.spec.metrics:
                 with calling(f"metric {name} of what predict returned"):
-                    one = metrics.METRICS[name].sums(np.asarray(scores), y)
+                    one = metrics.sums(name, np.asarray(scores), y)
                 sums[name] = metrics.add(sums.get(name), one)
         return sums or None
 

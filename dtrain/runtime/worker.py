@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -224,8 +225,8 @@ class WorkerService:
 
     # -- handlers: in the event loop -----------------------------------------------------------
 
-    async def _host(self, job: str, generation: int, deadline: float = 0.0) -> Host:
-        """The host of that generation; waits for its task to start, up to ``deadline``."""
+    async def _present(self, job: str, generation: int, seconds: float) -> bool:
+        """Whether that generation, or a later one, is here; waits for it."""
 
         def found() -> bool:
             host = self.hosts.get(job)
@@ -233,12 +234,15 @@ class WorkerService:
 
         async with self._arrival:
             if not found():
-                try:
-                    await asyncio.wait_for(self._arrival.wait_for(found), max(deadline, 1e-3))
-                except TimeoutError:
-                    raise FencedError(
-                        f"job {job}, generation {generation}: not at {self.address}"
-                    ) from None
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._arrival.wait_for(found), max(seconds, 1e-3))
+            return found()
+
+    async def _host(self, job: str, generation: int, deadline: float = 0.0) -> Host:
+        """The host of that generation; waits for its task to start, up to ``deadline``."""
+
+        if not await self._present(job, generation, deadline):
+            raise FencedError(f"job {job}, generation {generation}: not at {self.address}")
         host = self.hosts[job]
         if host.launch.generation != generation:
             raise FencedError(
@@ -259,7 +263,9 @@ class WorkerService:
 
     async def initial(self, job: str, generation: int, wait: float) -> dict[str, Any] | None:
         """The layout and the first version of the parameters, from the chief; None: not yet."""
-        host = await self._host(job, generation, wait)
+        if not await self._present(job, generation, wait):
+            return None  # its task has not begun; the master has a deadline for that
+        host = await self._host(job, generation)
         values = await host.initial(wait)
         if values is None:
             return None

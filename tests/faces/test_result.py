@@ -85,6 +85,11 @@ def test_evaluate_is_exact_in_blocks():
     assert eager["loss"] == pytest.approx(eager["log_loss"], rel=1e-5)
     lazy = CLASSIFIER.evaluate(da.from_array(X, chunks=(9, -1)), da.from_array(y, chunks=9))
     assert lazy == pytest.approx(eager, rel=1e-6)
+    empty = da.concatenate([da.from_array(X[:0], chunks=(0, -1)), da.from_array(X, chunks=(9, -1))])
+    none = da.concatenate([da.from_array(y[:0], chunks=0), da.from_array(y, chunks=9)])
+    assert CLASSIFIER.evaluate(empty, none) == pytest.approx(eager, rel=1e-6)
+    assert CLASSIFIER.evaluate(da.from_array(X, chunks=(9, -1)), y) == pytest.approx(eager)
+    assert CLASSIFIER.evaluate(X, da.from_array(y, chunks=20)) == pytest.approx(eager)
     with pytest.raises(dtrain.DataError, match="same chunks"):
         CLASSIFIER.evaluate(da.from_array(X, chunks=(9, -1)), da.from_array(y, chunks=10))
     with pytest.raises(dtrain.DataError, match="dog"):

@@ -256,8 +256,9 @@ def test_the_prepare_deadline_names_the_hosts_that_are_not_ready():
     assert machine.outcome.state is State.FAILED
     failure = machine.outcome.failure
     assert failure.reason == "DEADLINE"
-    assert (
-        failure.message == "after 30 s these workers are not ready: worker bert (b:1), worker c:1"
+    assert failure.message == (
+        "after 30 s these workers are not ready: worker bert (b:1), worker c:1; "
+        "are their threads busy with other tasks?"
     )
 
 

@@ -213,3 +213,72 @@ def test_wide_integers_and_other_dtypes_train(threaded):
     pixels = RNG.integers(0, 255, (60, 5)).astype(np.uint8)
     result = fit(threaded, x=pixels, y=pixels.sum(axis=1), optimizer=dtrain.optim.adam(0.1))
     assert np.isfinite(result.history[-1]["loss"])
+
+
+@pytest.mark.cluster
+def test_dask_arrays_need_no_current_client(forked):
+    """With the address alone, or with a client that is not the process's current one."""
+    from distributed import Client
+
+    address = forked.scheduler.address
+    expected = bits(fit(forked))
+    dX, dy = da.from_array(X, chunks=(90, -1)), da.from_array(Y, chunks=90)
+    with Client(address, set_as_default=False) as own:
+        script = f"""
+import dask.array as da, numpy as np, dtrain
+X = np.random.default_rng(0).standard_normal((400, 5)).astype(np.float32)
+Y = (X @ np.arange(5, dtype=np.float32)).astype(np.float32)
+dX, dy = da.from_array(X, chunks=(90, -1)), da.from_array(Y, chunks=90)
+r = dtrain.fit(dtrain.models.Linear(5), dX, dy, batch_size=16, epochs=2, client={address!r},
+               progress=False)
+print(sorted((k, v.tobytes().hex()) for k, v in r.params.items()))
+"""
+        import subprocess
+        import sys
+
+        ended = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.strip() == str(sorted((k, v.hex()) for k, v in expected.items()))
+        assert bits(fit(own, x=dX, y=dy)) == expected
+
+
+def test_chunks_that_no_worker_may_compute_are_told(threaded):
+    import dask
+
+    with dask.annotate(resources={"GPU": 1}):
+        stuck = da.from_array(X, chunks=(100, -1)).map_blocks(lambda b: b + 0)
+        stuck = threaded.persist(stuck, optimize_graph=False)
+    with pytest.raises(dtrain.DataError, match="no worker may run"):
+        fit(threaded, x=stuck)
+
+
+@pytest.mark.parametrize("make", [np.asarray, lambda a: da.from_array(a, chunks=100)])
+def test_masked_arrays_are_refused(threaded, make):
+    masked = np.ma.masked_array(X, X > 1)
+    with pytest.raises(dtrain.DataError, match="masked"):
+        fit(threaded, x=masked if make is np.asarray else make(masked))
+
+
+def test_a_chunk_of_another_dtype_than_it_says_is_refused(threaded):
+    lying = da.from_array(X, chunks=(100, -1)).map_blocks(
+        lambda b: b.astype(str), dtype=X.dtype, meta=X[:0]
+    )
+    with pytest.raises(dtrain.JobFailed, match="dtype <U") as caught:
+        fit(threaded, x=lying)
+    assert caught.value.reason == "DATA_ERROR"
+
+
+def test_a_batch_larger_than_the_data_is_the_data(threaded):
+    assert fit(threaded, batch_size=10**12).version == 2
+
+
+def test_fit_within_a_task(forked):
+    """It leaves its thread to the job, and finds the cluster it runs on."""
+
+    def inner(x, y):
+        return dtrain.fit(Linear(5), x, y, batch_size=16, epochs=2, progress=False).params
+
+    found = forked.submit(inner, X, Y, pure=False).result(timeout=60)
+    assert {k: v.tobytes() for k, v in found.items()} == bits(fit(forked))

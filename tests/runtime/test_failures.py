@@ -128,7 +128,7 @@ def test_an_answer_that_is_no_pair(threaded):
         def loss_and_grads(self, params, batch, *, out=None, rng=None):
             return None
 
-    with pytest.raises(Exception, match=r"expected \(loss, grads\)"):
+    with pytest.raises(Exception, match=r"expected a pair \(loss, grads\)"):
         fit(threaded, Odd())
 
 
@@ -368,3 +368,88 @@ def test_the_status_has_the_steps_in_all_from_the_start(threaded):
 def test_a_saved_output_has_its_history(threaded, tmp_path):
     result = fit(threaded, epochs=3, output=tmp_path / "model")
     assert dtrain.load(tmp_path / "model").history == result.history
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((None, {}), "loss: found None"),
+        ((0.5, None), "gradients: found NoneType, expected a dict"),
+        ((0.5, {}), "w"),
+        (None, r"expected a pair \(loss, grads\)"),
+    ],
+)
+def test_an_odd_answer_is_told(threaded, answer, words):
+    class Odd(Own):
+        def loss_and_grads(self, params, batch, *, out=None, rng=None):
+            return answer
+
+    with pytest.raises(Exception, match=words):
+        fit(threaded, Odd())
+
+
+def test_a_gradient_that_is_never_written_is_refused(threaded):
+    class Forgets(Own):
+        def loss_and_grads(self, params, batch, *, out=None, rng=None):
+            return 0.5, out
+
+    with pytest.raises(dtrain.NonFiniteError, match="gradient of replica 0"):
+        fit(threaded, Forgets())
+
+
+def test_user_code_that_exits_is_a_failure_of_its_job(threaded):
+    class Exits(Own):
+        def loss_and_grads(self, params, batch, *, out=None, rng=None):
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as caught:
+        fit(threaded, Exits())
+    assert "replica" in "".join(caught.value.__notes__)
+
+
+def test_predictions_of_another_length_are_told(threaded):
+    class Short(Own):
+        def predict(self, params, x):
+            return np.zeros(3)
+
+    with pytest.raises(dtrain.DataError, match=r"found shape \(3,\), expected"):
+        fit(threaded, Short(), validation_split=0.5, metrics=["mse"])
+
+
+@pytest.mark.parametrize("key", ["epochs", "batch_size", "steps", "seed"])
+def test_numbers_beyond_all_bounds_are_told(threaded, key):
+    with pytest.raises(dtrain.SpecError, match=key):
+        fit(threaded, **{key: 10**30})
+
+
+def test_models_that_cannot_be_are_told(threaded):
+    with pytest.raises(dtrain.SpecError, match=r"expected an object: Own\(\.\.\.\)"):
+        fit(threaded, Own)
+    held = Own()
+    held.lock = threading.Lock()
+    with pytest.raises(dtrain.SpecError, match="cannot be pickled"):
+        fit(threaded, held)
+
+
+@pytest.mark.cluster
+def test_a_frozen_worker_is_named_by_why_and_a_lost_result_is_told():
+    with processes(2) as client:
+        handle = endless(client)
+        pids = client.run(os.getpid)
+        victim = handle.status()["replicas"]["1"]
+        until(lambda: handle.status()["step"] > 100, 20, "no steps")
+        os.kill(pids[victim], signal.SIGSTOP)
+        try:
+            until(lambda: "not heard of" in handle.why_waiting(), 15, handle.why_waiting())
+            assert victim in handle.why_waiting()
+        finally:
+            os.kill(pids[victim], signal.SIGCONT)
+        handle.cancel()
+        handle.wait(timeout=20)
+        done = dtrain.submit(Linear(4), X, Y, batch_size=10, client=client)
+        done.wait(timeout=20)
+        chief = done.status()["shards"]["0"]
+        os.kill(pids[chief], signal.SIGKILL)
+        until(lambda: chief not in client.scheduler_info(-1)["workers"], 10, "the worker is there")
+        with pytest.raises(dtrain.JobFailed, match="no worker holds its result any more"):
+            done.result(timeout=5)

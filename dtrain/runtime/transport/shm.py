@@ -29,7 +29,7 @@ from dtrain.machines.cursor import Cursor, Take
 from dtrain.messages import Batch, Contribution, Pushed, Reduced
 from dtrain.optim import Optimizer
 from dtrain.partition import ShardPlan
-from dtrain.runtime.arena import Arena
+from dtrain.runtime.arena import Arena, poisoned
 from dtrain.runtime.link import Copies
 from dtrain.runtime.shards import StepRefused, Updater, cut, describe_culprit
 from dtrain.runtime.transport.segment import TOKEN, Bells, Locks, Segment
@@ -131,7 +131,7 @@ class SharedArena(Arena):
             return
         for replica in replicas:
             self.grads[replica] = self.flat_grads[replica]
-            self.grad_views[replica] = self.layout.views(self.flat_grads[replica])
+            self.grad_views[replica] = poisoned(self.layout.views(self.flat_grads[replica]))
 
     def updater(self, shard: int) -> Updater:
         ranges = self.shard_plan.shards[shard].ranges
