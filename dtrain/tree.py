@@ -76,6 +76,15 @@ def tree_sum(values: Mapping[int, float], replicas: int) -> float:
     return registers[0]
 
 
+@lru_cache(maxsize=256)
+def _prepared(
+    members: tuple[int, ...], weights: tuple[float, ...], replicas: int
+) -> tuple[Program, float]:
+    """What all the slices of a step have in common: the additions, and the sum of the weights."""
+    total = tree_sum(dict(zip(members, weights, strict=True)), replicas)
+    return program(members, replicas), total
+
+
 def reduce_into(
     members: tuple[int, ...],
     weights: Sequence[float],
@@ -97,25 +106,26 @@ def reduce_into(
     scratch : sequence of ndarray, shape (n,)
         At least :func:`scratch_needed` of them.
     """
-    plan = program(members, replicas)
-    count = out.dtype.type
-    registers = [out, *scratch[: max(plan.registers - 1, 0)]]
-    terms: dict[int, Any] = {}
-    spare = iter(scratch[max(plan.registers - 1, 0) :])
-    for member, weight in zip(members, weights, strict=True):
-        if weight == 1.0:
-            terms[member] = leaves[member]
-        else:
-            terms[member] = xp.multiply(leaves[member], count(weight), out=next(spare))
+    plan, total = _prepared(members, tuple(weights), replicas)
     if plan.leaf is not None:
         # One member: its weight cancels out, to the bit.
         out[...] = leaves[plan.leaf]
         return
+    count = out.dtype.type
+    registers = [out, *scratch[: max(plan.registers - 1, 0)]]
+    terms = leaves
+    if any(weight != 1.0 for weight in weights):
+        spare = iter(scratch[max(plan.registers - 1, 0) :])
+        terms = {
+            member: leaves[member]
+            if weight == 1.0
+            else xp.multiply(leaves[member], count(weight), out=next(spare))
+            for member, weight in zip(members, weights, strict=True)
+        }
     for op in plan.ops:
         left = terms[op.left] if op.left_leaf else registers[op.left]
         right = terms[op.right] if op.right_leaf else registers[op.right]
         xp.add(left, right, out=registers[op.out])
-    total = tree_sum(dict(zip(members, weights, strict=True)), replicas)
     if total != 1.0:
         xp.multiply(out, count(1.0 / total), out=out)
 

@@ -459,7 +459,8 @@ class Host:
             if contributions:
                 event = Pushed(self.generation, step, contributions)
                 by_replica = {
-                    c.replica: list(arrays) for c, arrays in zip(contributions, grads, strict=True)
+                    c.replica: hosted.pieces(arrays)
+                    for c, arrays in zip(contributions, grads, strict=True)
                 }
                 self.deliver(shard, event, by_replica)
             hosted.watch(step + 1, committed.set)

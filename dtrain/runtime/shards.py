@@ -25,6 +25,9 @@ CHUNK = 1 << 15
 #: One flat array per range of a shard.
 Flat = Sequence[Any]
 
+#: The same, each cut into pieces of work.
+Pieces = Sequence[Sequence[Any]]
+
 
 class StepRefused(Exception):
     """A gradient or a loss of the step was not finite; the message names whose."""
@@ -70,42 +73,55 @@ class Updater:
         self.params = params
         self.slots = slots
         self._scratch: dict[str, list[Any]] = {}
+        self._cuts: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
+
+    def pieces(self, flat: Flat) -> Pieces:
+        """A gradient, cut as :meth:`reduce` takes it; views."""
+        return [[array[a : a + CHUNK] for a in range(0, array.size, CHUNK)] for array in flat]
 
     def reduce(
         self,
         step: int,
         members: tuple[int, ...],
         weights: tuple[float, ...],
-        leaves: Mapping[int, Flat],
+        leaves: Mapping[int, Pieces],
     ) -> int | None:
         """Apply the mean gradient of ``members`` to the buffer of ``step``, into the other one.
 
         Returns None, or whose gradient is not finite; -1 if only their sum is not.
         """
-        old, new = step % 2, (step + 1) % 2
         extra = scratch_needed(members, weights, self.replicas)
         for k, r in enumerate(self.ranges):
             buffers = self._buffers(r.dtype, extra)
-            params, out = self.params[old][k], self.params[new][k]
-            slots, out_slots = self.slots[old][k], self.slots[new][k]
-            xp = xp_of(params)
-            for a in range(0, params.size, CHUNK):
-                b = min(a + CHUNK, params.size)
-                grad, *work = (x[: b - a] for x in buffers)
-                pieces = {i: leaves[i][k][a:b] for i in members}
-                reduce_into(members, weights, self.replicas, pieces, grad, work, xp)
+            for c, (params, slots, out, out_slots) in enumerate(self._slices(step % 2, k)):
+                n = params.size
+                grad, *work = buffers if n == CHUNK else [x[:n] for x in buffers]
+                pieces = {i: leaves[i][k][c] for i in members}
+                reduce_into(members, weights, self.replicas, pieces, grad, work, xp_of(params))
                 if not finite(grad):
-                    return next((i for i in members if not finite(leaves[i][k])), -1)
-                self.optimizer.update(
-                    step + 1,
-                    grad,
-                    params[a:b],
-                    {name: slot[a:b] for name, slot in slots.items()},
-                    out[a:b],
-                    {name: slot[a:b] for name, slot in out_slots.items()},
-                    work,
-                )
+                    wrong = (i for i in members if not all(map(finite, leaves[i][k])))
+                    return next(wrong, -1)
+                self.optimizer.update(step + 1, grad, params, slots, out, out_slots, work)
         return None
+
+    def _slices(self, old: int, k: int) -> list[tuple[Any, Any, Any, Any]]:
+        """What each chunk of a range reads and writes, by the buffer that it reads; made once."""
+        if (old, k) not in self._cuts:
+            new = 1 - old
+
+            def cut_at(a: int) -> tuple[Any, Any, Any, Any]:
+                b = a + CHUNK
+                slots, out_slots = self.slots[old][k], self.slots[new][k]
+                return (
+                    self.params[old][k][a:b],
+                    {name: slot[a:b] for name, slot in slots.items()},
+                    self.params[new][k][a:b],
+                    {name: slot[a:b] for name, slot in out_slots.items()},
+                )
+
+            size = self.params[old][k].size
+            self._cuts[old, k] = [cut_at(a) for a in range(0, size, CHUNK)]
+        return self._cuts[old, k]
 
     def apply(self, step: int, grads: Flat) -> None:
         """Apply one gradient in place, as update number ``step`` (from 1)."""
@@ -170,8 +186,8 @@ class SyncShard:
         self._params = [cut(buffer, shard.ranges) for buffer in arena.buffers]
         slots = private_slots(optimizer, shard.ranges, 2)
         self._updater = Updater(shard.ranges, optimizer, replicas, self._params, slots)
-        #: replica -> its gradient of the step being gathered, one flat array per range
-        self._grads: dict[int, Flat] = {}
+        #: replica -> its gradient of the step being gathered
+        self._grads: dict[int, Pieces] = {}
         self._pending: Flat | None = None
         #: a private copy of the committed version, if somebody reads from afar
         self.published: Flat | None = None
@@ -185,7 +201,11 @@ class SyncShard:
 
     # -- with the arena's lock held ----------------------------------------------------------
 
-    def push(self, event: Pushed, grads: Mapping[int, Flat], *, busy: bool = False) -> None:
+    def pieces(self, flat: Flat) -> Pieces:
+        """A gradient, cut as :meth:`push` takes it; views."""
+        return self._updater.pieces(flat)
+
+    def push(self, event: Pushed, grads: Mapping[int, Pieces], *, busy: bool = False) -> None:
         fresh = self.machine.new(event)
         commands = self.machine.handle(event, time.monotonic())
         for contribution in fresh:

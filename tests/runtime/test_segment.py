@@ -29,6 +29,8 @@ from dtrain.layout import Layout
 from dtrain.runtime.transport import meeting, segment, shm
 from dtrain.runtime.transport.segment import Bells, Locks, Segment
 
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+
 NAME = f"dtrain-{os.getuid()}"
 
 #: What another process runs: each line that comes is a piece of Python; it answers ``result``.

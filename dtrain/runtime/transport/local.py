@@ -16,7 +16,7 @@ class SyncPort:
         self._host = host
         self._shard = host.arena.shards[shard]
         self._grads = {
-            replica: cut(host.arena.grads[replica], self._shard.ranges)
+            replica: self._shard.pieces(cut(host.arena.grads[replica], self._shard.ranges))
             for replica in host.plan.replicas
         }
 

@@ -189,7 +189,7 @@ class SyncLink(_Link):
         self._updaters = {s: self._arena.updater(s) for s in shards}
         self._leaves = {
             s: {
-                i: cut(buffer, self._arena.shard_plan.shards[s].ranges)
+                i: self._updaters[s].pieces(cut(buffer, self._arena.shard_plan.shards[s].ranges))
                 for i, buffer in enumerate(self._arena.flat_grads)
             }
             for s in shards
