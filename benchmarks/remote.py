@@ -151,6 +151,7 @@ class Probe:
                     _here["found"] = self._measure(host, connection)
                 finally:
                     connection.sendall(_ASKED.pack(_DONE, 0))
+        out["weight"].fill(0)
         return 0.0, out
 
     def predict(self, params: Any, x: Any) -> Any:
