@@ -95,9 +95,10 @@ def whole(key: str, value: Any, *, least: int = 1) -> int:
         exact = number is not None and math.isfinite(value) and number == value
     except (TypeError, ValueError, OverflowError):
         exact = False
-    if not exact or number is None or not least <= number <= _MOST:
-        found = f"{value!r:.40}"
-        raise SpecError(f"{key}: found {found}, expected a whole number from {least} to {_MOST}")
+    if not exact or number is None or number < least:
+        raise SpecError(f"{key}: found {value!r}, expected a whole number from {least} up")
+    if number > _MOST:
+        raise SpecError(f"{key}: found {value!r:.40}, expected a whole number up to {_MOST}")
     return number
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from distributed.client import _wait
+from distributed.client import FuturesCancelledError, _wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
 
@@ -276,7 +276,10 @@ class Master(SchedulerPlugin):
         future = record.futures[address]
         # Not `distributed.wait`: in a process with another client it would block on that one.
         # Not `await future`: it would bring the result to the scheduler.
-        await _wait([future])
+        try:
+            await _wait([future])
+        except FuturesCancelledError:
+            return  # The cluster closes or restarts: the loss of the worker tells the job.
         if future.status == "error":
             error = await future.exception()
             words = f"its task on {address} raised {type(error).__name__}: {error}"
