@@ -183,7 +183,7 @@ class Handle:
         if status["state"] == State.CANCELLED:
             return JobCancelled(message, self.id, "CANCELLED")
         if status["reason"] == "USER_ERROR" and status["exception"] is not None:
-            # A Dask peer is fully trusted; the master and the journal never open this.
+            # A Dask peer is fully trusted; the master never opens this.
             error: BaseException = pickle.loads(status["exception"])
             error.add_note(f"{message}\n\nRemote traceback:\n{status['traceback']}")
             return error
