@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dtrain._version import __version__
@@ -304,17 +304,12 @@ def _forget_jobs(cluster: Any) -> None:
 
     They do it themselves when they end, but not when all their workers are killed.
     """
-    from dtrain.runtime.transport import segment
+    from dtrain.runtime.transport.meeting import forget
 
     master = cluster.scheduler.extensions.get("dtrain")
-    jobs = [] if master is None else list(master.jobs)
-    for base in (None, tempfile.gettempdir()) if jobs else ():
-        with suppress(OSError):
-            place = segment.directory(base)
-            for job in jobs:
-                for lock in list(place.glob(f"{job}-*.held")):
-                    segment.unlink(lock.with_suffix(""))
-            place.rmdir()  # made when asked for; it stays if others are in it
+    jobs = {} if master is None else dict(master.jobs)
+    for job, record in jobs.items():
+        forget(job, record.machine.generation)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def find_address(given: str | None) -> str | None:
 def need_address(given: str | None) -> str:
     """For verbs that look at jobs: by its address, never as one of its clients.
 
-    An attached job lives and dies with the client that attached last; that is not to be us.
+    An attached job lives as long as one of its clients; we are not to be one of them.
     """
     from dtrain import ClusterError
 

@@ -151,7 +151,7 @@ class Host:
             if self._stopped is not None:
                 self.arena.stop(self._stopped)
         self.arena.add_replicas(self.plan.replicas)
-        self._lead()
+        self._lead(shared=shared)
         if not shared:
             self._host_shards()
             if self.plan.shards:
@@ -222,7 +222,7 @@ class Host:
                 hosted = AsyncShard(self.arena, shard, self.optimizer)
             self.arena.shards[index] = hosted
 
-    def _lead(self) -> None:
+    def _lead(self, *, shared: bool) -> None:
         """The chief has the lead: it runs the machine of the steps, or of the batches."""
         plan = self.parts.plan
         if not self.synchronous:
@@ -230,7 +230,8 @@ class Host:
         if not self.is_chief:
             return
         if not self.synchronous:
-            self.arena.lead = AsyncLead(Cursor(plan, self.generation))
+            # In shared memory the cursor lies there too, and everyone takes from it.
+            self.arena.lead = None if shared else AsyncLead(Cursor(plan, self.generation))
             return
         rounds = Rounds(
             self.generation,
