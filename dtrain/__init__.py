@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain._version import __version__
 
 if TYPE_CHECKING:
-    from dtrain import models, optim
+    from dtrain import checkpoints, models, optim
     from dtrain.cluster import connect, doctor
     from dtrain.errors import (
         ClusterError,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dtrain.job import Job
     from dtrain.machines.ledger import Ledger
     from dtrain.result import Result, load
-    from dtrain.spec import Async, Sync
+    from dtrain.spec import Async, Checkpoint, Recovery, Sync
     from dtrain.specfile import load_job
     from dtrain.training import fit, submit
 
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 #: costs milliseconds, on a worker and in the CLI.
 _HOMES = {
     "Async": "dtrain.spec",
+    "Checkpoint": "dtrain.spec",
+    "CheckpointError": "dtrain.errors",
     "ClusterError": "dtrain.errors",
     "ClusterWarning": "dtrain.errors",
     "DTrainError": "dtrain.errors",
@@ -62,6 +64,7 @@ _HOMES = {
     "ModelFileError": "dtrain.errors",
     "NonFiniteError": "dtrain.errors",
     "ProtocolError": "dtrain.errors",
+    "Recovery": "dtrain.spec",
     "Result": "dtrain.result",
     "SpecError": "dtrain.errors",
     "StorageError": "dtrain.errors",
@@ -79,6 +82,8 @@ _HOMES = {
 
 __all__ = [
     "Async",
+    "Checkpoint",
+    "CheckpointError",
     "ClusterError",
     "ClusterWarning",
     "DTrainError",
@@ -94,6 +99,7 @@ __all__ = [
     "ModelFileError",
     "NonFiniteError",
     "ProtocolError",
+    "Recovery",
     "Result",
     "SpecError",
     "StorageError",
@@ -101,6 +107,7 @@ __all__ = [
     "WorkersLost",
     "__version__",
     "attach",
+    "checkpoints",
     "connect",
     "doctor",
     "fit",
@@ -114,7 +121,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("models", "optim"):
+    if name in ("checkpoints", "models", "optim"):
         return importlib.import_module(f"dtrain.{name}")
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -305,11 +305,14 @@ def _forget_jobs(cluster: Any) -> None:
     They do it themselves when they end, but not when all their workers are killed.
     """
     from dtrain.runtime.transport.meeting import forget
+    from dtrain.runtime.transport.segment import discard
 
     master = cluster.scheduler.extensions.get("dtrain")
     jobs = {} if master is None else dict(master.jobs)
     for job, record in jobs.items():
-        forget(job, record.machine.generation)
+        forget(job)
+        if record.file is not None:
+            discard(record.file)
 
 
 @contextmanager
@@ -321,7 +324,13 @@ def _quiet(folder: str) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with dask.config.set({"distributed.worker.daemon": True, "temporary-directory": folder}):
+        wanted = {
+            "distributed.worker.daemon": True,
+            "temporary-directory": folder,
+            # Two deaths in short order would take a worker's place away for good.
+            "distributed.deploy.lost-worker-timeout": "1 hour",
+        }
+        with dask.config.set(wanted):
             yield
     finally:
         log.setLevel(level)

@@ -6,13 +6,15 @@ Set them in ``~/.config/dask/dtrain.yaml`` or in the environment, for instance
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dtrain.errors import SpecError
 
-#: Written as people write them; parsed by :func:`settings`.
+#: Written as people write them; parsed by :func:`seconds`.
 DEFAULTS: dict[str, str] = {
     "hello-deadline": "10s",
     "prepare-deadline": "60s",
@@ -25,6 +27,8 @@ DEFAULTS: dict[str, str] = {
     "client-lease": "60s",
     "result-ttl": "7d",
     "stall": "3s",
+    "lease": "2s",
+    "progress-deadline": "60s",
 }
 
 #: How the processes of a job reach each other's shards: shared memory where all are on one
@@ -60,6 +64,12 @@ class Settings:
         How long a finished job and its result are kept.
     stall : float
         How long a replica may make no progress before it is named.
+    lease : float
+        How long a worker may be silent before a neighbour is asked whether it runs; at least
+        four heartbeats.
+    progress_deadline : float
+        How long a replica may be in user code before its worker is given up; at least ten of its
+        steps.  Its first step has ``step_deadline``.
     transport : str
         ``"auto"``: shared memory between the processes of one machine; ``"comm"``: never.
     """
@@ -75,13 +85,14 @@ class Settings:
     client_lease: float
     result_ttl: float
     stall: float
+    lease: float
+    progress_deadline: float
     transport: str = "auto"
 
 
 def settings(**overrides: Any) -> Settings:
     """The settings of this process: defaults, Dask's configuration, ``overrides``; last wins."""
     import dask.config
-    from dask.utils import parse_timedelta
 
     values: dict[str, float] = {}
     for field in fields(Settings):
@@ -89,17 +100,26 @@ def settings(**overrides: Any) -> Settings:
             continue
         key = field.name.replace("_", "-")
         raw = overrides.get(field.name, dask.config.get(f"dtrain.{key}", DEFAULTS[key]))
-        try:
-            value = float(parse_timedelta(raw, default="seconds"))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            value = float("nan")
-        if not value > 0:
-            raise SpecError(f"dtrain.{key}: found {raw!r}, expected a time above zero such as '5s'")
-        values[field.name] = value
+        values[field.name] = seconds(f"dtrain.{key}", raw)
     transport = overrides.get("transport", dask.config.get("dtrain.transport", "auto"))
     if transport not in TRANSPORTS:
         raise SpecError(f"dtrain.transport: found {transport!r}, expected one of {TRANSPORTS}")
     return Settings(**values, transport=transport)
+
+
+def seconds(key: str, value: Any) -> float:
+    """A time as seconds, or a SpecError that names ``key``: a number, or ``"500ms"``, ``"2h"``."""
+    from dask.utils import parse_timedelta
+
+    try:
+        # Dask knows minutes by every name but this one.
+        known = re.sub(r"(?<=[\d ])min$", "minutes", value) if isinstance(value, str) else value
+        found = float("nan") if isinstance(value, bool) else parse_timedelta(known, "seconds")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = float("nan")
+    if not 0 < found < math.inf:
+        raise SpecError(f"{key}: found {value!r}, expected a time above zero such as '30s'")
+    return float(found)
 
 
 def temporary_directory() -> str | None:

@@ -15,7 +15,8 @@
     |-- FencedError        a message of an older generation of a job
     |-- ProtocolError      a message that is illegal in the state it met
     |-- StorageError       a result could not be written
-    `-- ModelFileError     a saved model is not readable
+    |-- ModelFileError     a saved model is not readable
+    `-- CheckpointError    a checkpoint cannot be read, or does not fit what is to be resumed
 
 Each message names what was found and what was expected.
 
@@ -68,6 +69,10 @@ class StorageError(DTrainError, OSError):
 
 class ModelFileError(DTrainError, OSError):
     """A saved model cannot be read: files missing, damaged, or of another format."""
+
+
+class CheckpointError(DTrainError, OSError):
+    """A checkpoint cannot be read, or does not fit what is to be resumed; says what is wrong."""
 
 
 class JobFailed(DTrainError):

@@ -57,7 +57,8 @@ class Handle:
 
     @property
     def state(self) -> str:
-        """``QUEUED PREPARING RUNNING STOPPING``; its end is ``SUCCEEDED FAILED CANCELLED``."""
+        """One of ``QUEUED PREPARING RUNNING RECOVERING STOPPING``, or how it has ended:
+        ``SUCCEEDED FAILED CANCELLED``."""
         return str(self._described(brief=True)["state"])
 
     def status(self) -> dict[str, Any]:
@@ -68,6 +69,12 @@ class Handle:
     def why_waiting(self) -> str:
         """Who waits for whom, in words."""
         return str(self._described(brief=True)["why"])
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that has happened to the job, in order: ``time`` (seconds since 1970), ``state``,
+        ``message``."""
+        found: list[dict[str, Any]] = self._control.call("dtrain_events", job=self.id)
+        return found
 
     def cancel(self) -> None:
         """Stop the job; a terminal one stays as it is."""

@@ -1,13 +1,14 @@
 """From what people hand in to rows on the cluster: checks, labels, and the way there.
 
-NumPy arrays go straight to the workers, one contiguous piece for each replica.  Dask arrays stay
-where they lie.  Neither passes through the scheduler.
+NumPy arrays go into one file on each machine of the workers, which outlives any of them.  Dask
+arrays stay where they lie.  Neither passes through the scheduler.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +16,71 @@ import numpy as np
 
 from dtrain.cluster import Control
 from dtrain.config import settings
-from dtrain.errors import ClusterError, ClusterWarning, DataError, DeadlineError, JobFailed
+from dtrain.errors import ClusterWarning, DataError, DeadlineError, JobFailed
 from dtrain.job import Job, task_of
 from dtrain.runtime.data import ArrayRef, DataPlan, Parts
+from dtrain.runtime.inputfile import Contents, Delivery, FileRef
 
 if TYPE_CHECKING:
     from distributed import Client
 
-#: The most bytes of one chunk that a client sends.
-_PIECE = 128 << 20
-
 
 @dataclass
 class Inputs:
-    """Data on the cluster; ``held`` are the futures that keep it there until the job does."""
+    """Data on the cluster; ``held`` are the futures that keep it there until the job does.
+
+    ``delivery`` has brought the NumPy arrays there; None if there are none.
+    """
 
     plan: DataPlan
     held: list[Any]
+    delivery: Delivery | None = None
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file with the NumPy arrays, for the master to forget at the end."""
+        return self.plan.file
+
+    def discard(self) -> None:
+        """Take it back: no job has come of it.  Never raises."""
+        self.held.clear()
+        if self.delivery is not None:
+            self.delivery.discard()
 
 
-def prepare(job: Job, client: Client, workers: list[str], replicas: int) -> Inputs:
+def prepare(
+    job: Job,
+    client: Client,
+    workers: list[str],
+    replicas: int,
+    blobs: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> Inputs:
     """Check the data of a job and put it where its replicas can read it.
 
-    Raises DataError: what was found and what was expected.
+    Parameters
+    ----------
+    job : Job
+    client : distributed.Client
+    workers : list of str
+        The addresses of those that can train.
+    replicas : int
+    blobs : mapping of str to mapping of str to ndarray, optional
+        Further arrays for the workers; :func:`dtrain.runtime.data.read_blob` reads them there.
+
+    Raises
+    ------
+    DataError
+        What was found and what was expected.
+    StorageError, ClusterError, DeadlineError
+        A worker, which is named, could not be given the data.  Nothing is left of it then.
     """
     x, y = _checked(job.X, job.y, "X", "y", job.model)
     valid = None
     if job.validation_data is not None:
         names = ("validation X", "validation y")
         valid = _checked(*job.validation_data, *names, job.model, like=x)
-    parts = Parts.of(
+    # Whether there are rows enough, before anything is sent.
+    Parts.of(
         x.shape[0],
         None if valid is None else valid[0].shape[0],
         fraction=job.validation_split,
@@ -65,17 +101,22 @@ def prepare(job: Job, client: Client, workers: list[str], replicas: int) -> Inpu
         classes = encode_labels(labels, getattr(job.model, "n_classes", None))
         if valid is not None:
             _check_labels(_labels(client, valid[1]), labels, classes, job.model)
-    starts = [parts.span(part)[0] for part in range(1, replicas)]
-    place = _Placer(client, workers, held)
+    arrays = {"x": x, "y": y}
+    if valid is not None:
+        arrays.update(valid_x=valid[0], valid_y=valid[1])
+    refs, delivery = _placed(client, workers, {"": arrays, **(blobs or {})})
     plan = DataPlan(
-        x=place(x, starts),
-        y=place(y, starts),
-        valid_x=None if valid is None else place(valid[0], list(parts.valid_bounds[1:-1])),
-        valid_y=None if valid is None else place(valid[1], list(parts.valid_bounds[1:-1])),
+        x=refs[""]["x"],
+        y=refs[""]["y"],
+        valid_x=refs[""].get("valid_x"),
+        valid_y=refs[""].get("valid_y"),
         classification=classification,
         classes=classes,
+        file=None if delivery is None else delivery.file.name,
+        holders=() if delivery is None else tuple(workers),
+        blobs={name: some for name, some in refs.items() if name},
     )
-    return Inputs(plan, held)
+    return Inputs(plan, held, delivery)
 
 
 # -- shapes -------------------------------------------------------------------------------------
@@ -274,60 +315,51 @@ def _wait_for_chunks(client: Client, futures: list[Any]) -> None:
             )
 
 
-class _Placer:
-    """Makes an :class:`ArrayRef` of an array; sends it to the workers if it is not there."""
-
-    def __init__(self, client: Client, workers: list[str], held: list[Any]) -> None:
-        self._client = client
-        self._workers = workers
-        self._held = held
-        self._direct = True
-
-    def __call__(self, array: Any, starts: list[int]) -> ArrayRef:
-        if is_dask(array):
-            keys = [_first(block) for block in array.__dask_keys__()]
-            sizes = array.chunks[0]
-        else:
-            keys, sizes = self._scatter(array, starts)
-        bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-        return ArrayRef(
-            tuple(int(n) for n in array.shape),
-            array.dtype.str,
-            tuple(keys),
-            tuple(int(b) for b in bounds),
+def _placed(
+    client: Client, workers: list[str], groups: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, dict[str, ArrayRef]], Delivery | None]:
+    """Where all arrays are, once those that are not of Dask have been delivered."""
+    contents = Contents()
+    offsets = {
+        (group, name): contents.add(array)
+        for group, arrays in groups.items()
+        for name, array in arrays.items()
+        if not is_dask(array)
+    }
+    file = contents.file()
+    delivery = None
+    if file is not None:
+        config = settings()
+        delivery = Delivery(
+            client,
+            workers,
+            file,
+            contents,
+            owner=Control(client).address,
+            deadline=config.call_deadline,
+            patience=config.prepare_deadline,
+            # Whoever called submit is to see it.
+            warn=lambda words: warnings.warn(words, ClusterWarning, stacklevel=8),
         )
+        delivery.deliver()
+    refs = {
+        group: {
+            name: _ref(array, file, offsets.get((group, name))) for name, array in arrays.items()
+        }
+        for group, arrays in groups.items()
+    }
+    return refs, delivery
 
-    def _scatter(self, array: np.ndarray, starts: list[int]) -> tuple[list[Any], list[int]]:
-        keys, sizes = [], []
-        bounds = [0, *starts, len(array)]
-        row = max(array[:1].nbytes, 1)
-        for part in range(len(bounds) - 1):
-            worker = self._workers[part % len(self._workers)]
-            step = max(_PIECE // row, 1)
-            for start in range(bounds[part], bounds[part + 1], step):
-                piece = array[start : min(start + step, bounds[part + 1])]
-                future = self._send(np.ascontiguousarray(piece), worker)
-                self._held.append(future)
-                keys.append(future.key)
-                sizes.append(len(piece))
-        return keys, sizes
 
-    def _send(self, piece: np.ndarray, worker: str) -> Any:
-        try:
-            return self._client.scatter(
-                piece, workers=[worker], direct=self._direct, hash=False, timeout=60
-            )
-        except (OSError, TimeoutError) as error:
-            if not self._direct:
-                raise ClusterError(f"data cannot be sent to worker {worker}: {error}") from None
-            warnings.warn(
-                f"this client cannot reach worker {worker} ({error}); the data goes through the "
-                f"scheduler",
-                ClusterWarning,
-                stacklevel=2,
-            )
-            self._direct = False
-            return self._send(piece, worker)
+def _ref(array: Any, file: FileRef | None, offset: int | None) -> ArrayRef:
+    """What is in the file, or a Dask array where it lies."""
+    shape = tuple(int(n) for n in array.shape)
+    if file is not None and offset is not None:
+        starts = (0, shape[0] if shape else 1)
+        return ArrayRef(shape, array.dtype.str, (), starts, file.at(offset))
+    keys = [_first(block) for block in array.__dask_keys__()]
+    bounds = np.concatenate([[0], np.cumsum(array.chunks[0])]).astype(int)
+    return ArrayRef(shape, array.dtype.str, tuple(keys), tuple(int(b) for b in bounds))
 
 
 def _first(keys: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from dtrain.errors import SpecError
 from dtrain.metrics import check_metrics
 from dtrain.optim import Optimizer, adam
-from dtrain.spec import Async, JobSpec, Mode, Sync, mode_name
+from dtrain.spec import Async, Checkpoint, JobSpec, Mode, Recovery, Sync, mode_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,15 @@ class Job:
         The fraction of the rows, chosen at random by the seed, that is held out.
     metrics : list of str
         ``"accuracy"``, ``"log_loss"``; ``"mae"``, ``"mse"``, ``"r2"``: of the validation rows.
+    initial : Result, mapping of str to ndarray, or path; optional
+        Parameters to start from, in place of the model's own: those of a result, of a dict, or
+        of a saved model.
+    checkpoint : Checkpoint, optional
+        Where the state is saved, and how often.
+    resume : bool
+        Go on from the newest checkpoint there, if there is one.
+    recovery : Recovery
+        How much may be lost before the job is.
     name : str, optional
         A label.
     output : path, optional
@@ -68,6 +77,10 @@ class Job:
     validation_data: tuple[Any, Any] | None = None
     validation_split: float | None = None
     metrics: Sequence[str] = ()
+    initial: Any = None
+    checkpoint: Checkpoint | None = None
+    resume: bool = False
+    recovery: Recovery = field(default_factory=Recovery)
     name: str | None = None
     output: str | os.PathLike[str] | None = None
 
@@ -122,6 +135,9 @@ class Job:
             name=self.name,
             output=None if self.output is None else os.path.abspath(self.output),
             detach=detach,
+            recovery=self.recovery,
+            checkpoint=self.checkpoint,
+            resume=self.resume,
         )
 
 

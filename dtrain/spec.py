@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dtrain.config import seconds
 from dtrain.errors import SpecError
 
 
@@ -22,6 +24,72 @@ class Sync:
 @dataclass(frozen=True, kw_only=True)
 class Async:
     """Asynchronous replicas: every gradient is applied as it arrives, and nobody waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How much may be lost before a job is.
+
+    Parameters
+    ----------
+    max_losses : int
+        Workers that may be lost, over the whole job.
+    min_workers : int
+        Workers without which nothing goes on: fewer are waited for.
+    deadline : str or float
+        How long they are waited for: seconds, or a time such as ``"10min"``.
+    """
+
+    max_losses: int = 10
+    min_workers: int = 1
+    deadline: str | float = "10min"
+
+    def __post_init__(self) -> None:
+        losses = whole("recovery.max_losses", self.max_losses, least=0)
+        object.__setattr__(self, "max_losses", losses)
+        workers = whole("recovery.min_workers", self.min_workers)
+        object.__setattr__(self, "min_workers", workers)
+        seconds("recovery.deadline", self.deadline)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a job saves its state, how often, and how many are kept.
+
+    Parameters
+    ----------
+    dir : path or URL
+        A directory that all workers see, or any URL of fsspec.
+    every : str, float or int
+        A time between two saves, such as ``"30s"`` or 30.0 (seconds); or a whole number of steps.
+    keep : int
+        The newest so many are kept.
+    """
+
+    dir: str | os.PathLike[str]
+    every: str | float = "30s"
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        place = os.fspath(self.dir) if isinstance(self.dir, str | os.PathLike) else None
+        if not isinstance(place, str) or not place:
+            raise SpecError(f"checkpoint.dir: found {self.dir!r}, expected a path or a URL")
+        object.__setattr__(self, "dir", place if "://" in place else os.path.abspath(place))
+        if isinstance(self.every, int):
+            object.__setattr__(self, "every", whole("checkpoint.every", self.every))
+        else:
+            seconds("checkpoint.every", self.every)
+        object.__setattr__(self, "keep", whole("checkpoint.keep", self.keep))
+
+    @property
+    def steps(self) -> int | None:
+        """Steps between two saves, if it counts in steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between two saves, if it counts in time."""
+        return None if self.steps is not None else seconds("checkpoint.every", self.every)
 
 
 Mode = Sync | Async
@@ -52,6 +120,9 @@ class JobSpec:
     name: str | None = None
     output: str | None = None
     detach: bool = True
+    recovery: Recovery = field(default_factory=Recovery)
+    checkpoint: Checkpoint | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for key in ("replicas", "shards", "steps"):
@@ -62,8 +133,15 @@ class JobSpec:
         object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
         if self.mode not in ("sync", "async"):
             raise SpecError(f"mode: found {self.mode!r}, expected 'sync' or 'async'")
-        if not isinstance(self.shuffle, bool):
-            raise SpecError(f"shuffle: found {self.shuffle!r}, expected True or False")
+        for key in ("shuffle", "resume"):
+            if not isinstance(getattr(self, key), bool):
+                raise SpecError(f"{key}: found {getattr(self, key)!r}, expected True or False")
+        for key, kind in (("recovery", Recovery), ("checkpoint", Checkpoint)):
+            found = getattr(self, key)
+            if not isinstance(found, kind) and not (key == "checkpoint" and found is None):
+                raise SpecError(f"{key}: found {found!r}, expected a dtrain.{kind.__name__}(...)")
+        if self.resume and self.checkpoint is None:
+            raise SpecError("resume: found it without a checkpoint, expected checkpoint=...")
         fraction = self.validation_split
         if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
             raise SpecError(
@@ -78,7 +156,15 @@ class JobSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> JobSpec:
-        return cls(**{**values, "metrics": tuple(values["metrics"])})
+        checkpoint = values["checkpoint"]
+        return cls(
+            **{
+                **values,
+                "metrics": tuple(values["metrics"]),
+                "recovery": Recovery(**values["recovery"]),
+                "checkpoint": None if checkpoint is None else Checkpoint(**checkpoint),
+            }
+        )
 
     def resolved(self, *, replicas: int, shards: int) -> JobSpec:
         return replace(self, replicas=replicas, shards=shards)

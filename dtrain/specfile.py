@@ -91,12 +91,31 @@ class _Train(_Table):
     metrics: list[str] | None = Field(None, description='a list of names, like ["accuracy"]')
 
 
+class _Checkpoint(_Table):
+    dir: str = Field(description="the path of a folder that all workers see, or a URL of fsspec")
+    every: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0)] | str = Field(
+        "30s", description='a time like "30s" or 30.0 (seconds), or a whole number of steps'
+    )
+    keep: _Count = Field(3, description=_COUNT)
+    resume: bool = Field(False, description="true or false")
+
+
+class _Recovery(_Table):
+    max_losses: Annotated[int, Field(ge=0)] = Field(10, description="a whole number from 0 up")
+    min_workers: _Count = Field(1, description=_COUNT)
+    deadline: Annotated[float, Field(gt=0)] | str = Field(
+        "10min", description='a time like "10min", or a number of seconds'
+    )
+
+
 class _File(_Table):
     name: str | None = Field(None, description="a label")
     output: str | None = Field(None, description="the path of a folder for the saved model")
     model: _Kind = Field(description="a table [model] with a kind")
     data: _Data = Field(description="a table [data] with a path or a factory")
     train: _Train = Field(_Train.model_validate({}), description="a table [train]")
+    checkpoint: _Checkpoint | None = Field(None, description="a table [checkpoint] with a dir")
+    recovery: _Recovery | None = Field(None, description="a table [recovery]")
 
 
 # --- The public function.
@@ -148,6 +167,11 @@ def load_job(path: str | Path, *, name: str | None = None, output: str | Path | 
         chosen["output"] = str(Path(output).expanduser().absolute())
     elif file.output is not None:
         chosen["output"] = str(spec.resolve(file.output))
+    if file.checkpoint is not None:
+        chosen["checkpoint"] = spec.checkpoint(file.checkpoint)
+        chosen["resume"] = file.checkpoint.resume
+    if file.recovery is not None:
+        chosen["recovery"] = spec.recovery(file.recovery)
     chosen["name"] = name if name is not None else file.name
     spec.let_modules_travel()
 
@@ -266,6 +290,23 @@ class _Reader:
 
         with self._built_in("train.optimizer", table):
             return optim.from_name(table.kind, **table.args)
+
+    def checkpoint(self, table: _Checkpoint) -> Any:
+        from dtrain import Checkpoint
+
+        place = table.dir if "://" in table.dir else str(self.resolve(table.dir))
+        try:
+            return Checkpoint(place, every=table.every, keep=table.keep)
+        except SpecError as error:
+            raise SpecError(f"{self.path}: {error}") from None
+
+    def recovery(self, table: _Recovery) -> Any:
+        from dtrain import Recovery
+
+        try:
+            return Recovery(**table.model_dump(exclude_unset=True))
+        except SpecError as error:
+            raise SpecError(f"{self.path}: {error}") from None
 
     @contextmanager
     def _built_in(self, key: str, table: _Kind) -> Iterator[None]:

@@ -26,6 +26,7 @@ from dtrain.inputs import prepare
 from dtrain.job import FIELDS, Job
 from dtrain.result import Result
 from dtrain.runtime.modelfile import check_target
+from dtrain.starting import initial_values, preflight
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -109,19 +110,25 @@ def submit(
     for member, problem in info["problems"]:
         warnings.warn(f"{member} is left out: {problem}", ClusterWarning, stacklevel=2)
     workers = [address for address, _ in info["ready"]]
-    replicas = job.replicas or len(workers)
-    inputs = prepare(job, target, workers, replicas)
+    resumed = preflight(job, target, workers[0])
+    replicas = job.replicas or resumed or len(workers)
+    model_bytes = _pickled(job.model)
+    blobs = None if job.initial is None else {"initial": initial_values(job.initial)}
+    inputs = prepare(job, target, workers, replicas, blobs=blobs)
     control = Control(target)
-    described = control.call(
-        "dtrain_submit",
-        settings().prepare_deadline,
-        spec=job.spec(detach=detach)
-        .resolved(replicas=replicas, shards=job.shards or len(workers))
-        .to_dict(),
-        model=_pickled(job.model),
-        data=cloudpickle.dumps(inputs.plan),
-        client=control.client_id,
-    )
+    spec = job.spec(detach=detach).resolved(replicas=replicas, shards=job.shards or len(workers))
+    try:
+        described = control.call(
+            "dtrain_submit",
+            settings().prepare_deadline,
+            spec=spec.to_dict(),
+            model=model_bytes,
+            data=cloudpickle.dumps(inputs.plan),
+            client=control.client_id,
+        )
+    except BaseException:
+        inputs.discard()
+        raise
     return Handle(described["id"], target, job.model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,12 @@ def ports() -> set[int]:
 def shared_memory() -> set[str]:
     """Ours, and what multiprocessing would make; other programs' files are their own affair."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if name.startswith(("dtrain", "psm_"))}
+    found = {name for name in names if name.startswith(("dtrain", "psm_"))}
+    # The input of jobs lies in the temporary directory, where others have files of any name.
+    for root in ("/dev/shm", tempfile.gettempdir()):
+        ours = Path(root, f"dtrain-{os.getuid()}")
+        found |= {str(file) for file in (ours, *ours.glob("*")) if file.exists()}
+    return found
 
 
 CHECKS: dict[str, Callable[[], set]] = {

@@ -41,6 +41,8 @@ FLOORS = {
     "dtrain.job": FACES,
     "dtrain.inputs": FACES,
     "dtrain.training": FACES,
+    "dtrain.starting": FACES,
+    "dtrain.checkpoints": FACES,
     "dtrain.handle": FACES,
     "dtrain.result": FACES,
     "dtrain.progress": FACES,

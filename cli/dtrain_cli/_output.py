@@ -100,7 +100,14 @@ class Report:
 @contextmanager
 def command(as_json: bool, failure: Failure = plain_failure) -> Iterator[Report]:
     """Run the body of a command: errors of dtrain become a message and an exit code."""
-    from dtrain import ClusterError, DataError, DTrainError, JobNotFound, SpecError
+    from dtrain import (
+        CheckpointError,
+        ClusterError,
+        DataError,
+        DTrainError,
+        JobNotFound,
+        SpecError,
+    )
 
     report = Report(as_json, failure)
     with ExitStack() as stack:
@@ -113,7 +120,8 @@ def command(as_json: bool, failure: Failure = plain_failure) -> Iterator[Report]
             if isinstance(error, ClusterError):
                 code = NO_CLUSTER
             else:
-                refused = isinstance(error, SpecError | DataError | JobNotFound)
+                kinds = SpecError | DataError | JobNotFound | CheckpointError
+                refused = isinstance(error, kinds)
                 code = REFUSED if refused else FAILED
             report.fail(code, type(error).__name__, str(error))
         except KeyboardInterrupt:

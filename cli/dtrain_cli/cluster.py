@@ -68,11 +68,14 @@ def _serve(
 ) -> None:
     import os
 
+    import dask.config
     from distributed import LocalCluster
 
     from dtrain import ClusterError
 
     logging.getLogger("distributed.deploy.spec").setLevel(logging.ERROR)  # it is told below
+    # Two deaths in short order would take a worker's place away for good.
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"})
     try:
         with sparing_children():
             cluster = LocalCluster(

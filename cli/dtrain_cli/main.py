@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dtrain_cli import cluster, jobs
+from dtrain_cli import checkpoints, cluster, jobs
 from dtrain_cli._output import plain_failure
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ app.command()(jobs.status)
 app.command()(jobs.why)
 app.command()(jobs.cancel)
 app.command()(jobs.doctor)
+app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(cluster.app, name="cluster")
 
 

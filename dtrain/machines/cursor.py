@@ -7,7 +7,7 @@ part).  In async mode the :class:`Cursor` hands out whole batches, each once per
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Collection, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -141,9 +141,9 @@ class Take:
     epoch: int
 
 
-# The words of a cursor's state, before those of the parts and of the replicas.
-_EPOCH, _HANDED, _OPEN, _TAKEN = range(4)
-_HEAD = 4
+# The words of a cursor's state, before those of the parts, of the replicas and of the pool.
+_EPOCH, _HANDED, _OPEN, _TAKEN, _POOLED = range(5)
+_HEAD = 5
 # The words of a replica: how many requests it has made, and the answer to the last of them.
 _REQUESTS, _ANSWERED, _AT_EPOCH, _AT_PART, _AT_INDEX = range(5)
 _WIDTH = 5
@@ -153,7 +153,8 @@ class Cursor:
     """Hands out the batches of an asynchronous job, each once per epoch.
 
     A replica gets the batches of its own part in order; one that is done takes whole batches
-    from the end of the part with the most left.
+    from the end of the part with the most left.  Batches that came back after a death lie in a
+    pool, and whoever asks next takes them from there.
 
     Parameters
     ----------
@@ -172,11 +173,40 @@ class Cursor:
         self.state = [0] * self.words(plan.replicas) if state is None else state
         self._parts = _HEAD
         self._replicas = _HEAD + plan.replicas * 2
+        self._pool = self._replicas + plan.replicas * _WIDTH
 
     @staticmethod
     def words(replicas: int) -> int:
         """How many numbers the state of a cursor for so many replicas has."""
-        return _HEAD + replicas * (2 + _WIDTH)
+        return _HEAD + replicas * (2 + _WIDTH + 2)
+
+    @classmethod
+    def recovered(
+        cls, plan: Plan, state: Sequence[int] | memoryview, done: Collection[int]
+    ) -> list[int]:
+        """The state that a new generation goes on with.
+
+        What a replica had and has not seen applied goes back to the pool, unless the replica is
+        among ``done``: those whose last batch is known to be applied.  Requests start from 0.
+        """
+        words = list(state)
+        cursor = cls(plan, 0, words)
+        for replica in range(plan.replicas):
+            batch = cursor.outstanding(replica)
+            if batch is not None and batch.epoch == cursor.epoch and replica not in done:
+                cursor._give_back(batch)
+            at = cursor._replicas + replica * _WIDTH
+            words[at : at + _WIDTH] = [0] * _WIDTH
+        words[_OPEN] = 0
+        return words
+
+    def requested(self, replica: int) -> int:
+        """How many requests a replica has made."""
+        return self.state[self._replicas + replica * _WIDTH + _REQUESTS]
+
+    def outstanding(self, replica: int) -> Batch | None:
+        """The last batch that a replica was given, if it was given one."""
+        return self._answer(self._replicas + replica * _WIDTH)
 
     @property
     def epoch(self) -> int:
@@ -194,6 +224,11 @@ class Cursor:
         if self.plan.steps is not None:
             left = min(left, self.plan.steps - self.handed)
         return left
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the epoch's batches are taken, not only as many as ``steps`` wants."""
+        return self.state[_TAKEN] == self.plan.batches_per_epoch
 
     @property
     def open(self) -> int:
@@ -259,7 +294,18 @@ class Cursor:
             return None
         return Batch(*(self.state[at + k] for k in (_AT_EPOCH, _AT_PART, _AT_INDEX)))
 
+    def _give_back(self, batch: Batch) -> None:
+        at = self._pool + 2 * self.state[_POOLED]
+        self.state[at], self.state[at + 1] = batch.part, batch.index
+        self.state[_POOLED] += 1
+        self.state[_TAKEN] -= 1
+        self.state[_HANDED] -= 1
+
     def _next(self, replica: int) -> Batch:
+        if self.state[_POOLED]:
+            self.state[_POOLED] -= 1
+            at = self._pool + 2 * self.state[_POOLED]
+            return Batch(self.epoch, self.state[at], self.state[at + 1])
         # A part's words: how many of its batches are taken from its start, and from its end.
         if self._left_of(replica):
             at = self._parts + replica * 2

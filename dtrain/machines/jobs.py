@@ -2,24 +2,36 @@
 
 The machine of one job lives in the master.  It launches hosts (workers with replicas, shards or
 both), waits until all are ready, settles the barriers at the ends of epochs, and stops.
+
+Whenever the hosts change, by a death or by somebody's wish, a new *generation* begins: those
+that are left of the old one are told to leave, hosts are chosen anew, the chief finds the last
+committed version, and training goes on from there.  What an old generation still says is refused.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from dtrain.errors import FencedError, ProtocolError
 from dtrain.machines.ledger import Ledger
-from dtrain.messages import Failure
+from dtrain.messages import Batch, Failure
+
+#: So much of a job's story is kept: its beginning, and the latest.
+_STORY = 1000
+
+#: How often one batch may have been in user code when its worker died.
+POISON = 3
 
 
 class State(StrEnum):
     QUEUED = "QUEUED"
     PREPARING = "PREPARING"
     RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
     STOPPING = "STOPPING"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
@@ -29,9 +41,11 @@ class State(StrEnum):
 #: A terminal state has no way out.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.PREPARING, State.STOPPING}),
-    State.PREPARING: frozenset({State.RUNNING, State.STOPPING}),
-    State.RUNNING: frozenset({State.STOPPING}),
-    State.STOPPING: frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    State.PREPARING: frozenset({State.RUNNING, State.RECOVERING, State.STOPPING}),
+    State.RUNNING: frozenset({State.RECOVERING, State.STOPPING}),
+    State.RECOVERING: frozenset({State.RUNNING, State.STOPPING}),
+    # Back, if the chief dies before it has handed over the result.
+    State.STOPPING: frozenset({State.RECOVERING, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
     State.SUCCEEDED: frozenset(),
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),
@@ -52,23 +66,60 @@ class HostPlan:
         return f"worker {self.name} ({self.address})" if self.name else f"worker {self.address}"
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a chief begins its generation with.
+
+    ``source`` says where it was found: ``"memory"`` (the last committed version, nothing lost),
+    ``"checkpoint"`` (with the history and the ledger of then), or ``"start"`` (the initial
+    values).  ``lost``: steps that had been committed, and are not in it.  ``suspects`` are the
+    batches that were in user code when their workers died.
+    """
+
+    step: int
+    source: str
+    history: tuple[dict[str, Any], ...] = ()
+    ledger: dict[str, Any] | None = None
+    lost: int = 0
+    suspects: tuple[Batch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the generation before this one has left its state.
+
+    ``meeting`` is where its shared memory is, opaque here; None: in the memory of ``hosts``.
+    ``dead`` are the replicas of the worker whose death has ended it.
+    """
+
+    generation: int
+    hosts: tuple[HostPlan, ...]
+    meeting: Any = None
+    dead: tuple[int, ...] = ()
+
+
 # -- events ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The hosts of the job are chosen; the first is the chief and has the lead shard."""
+    """The hosts of a generation are chosen; the first is the chief and has the lead shard."""
 
     hosts: tuple[HostPlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HostReady:
-    """A host has all it needs; ``shared``: it can open the chief's shared memory."""
+    """A host has all it needs; ``shared``: it can open the chief's shared memory.
+
+    The chief says with it what it has begun with, and where its shared memory is.
+    """
 
     generation: int
     address: str
     shared: bool = False
+    restored: Restored | None = None
+    meeting: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +150,26 @@ class HostDone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
+    """A worker has died, or was fenced because it does not run any more."""
+
     address: str
+    why: str = "is gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Others are to do the work: a worker has joined, or is about to leave."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Something to be remembered of a job, in words; ``saved``: the step of a checkpoint."""
+
+    generation: int
+    words: str
+    saved: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +199,8 @@ Event = (
     | HostFailed
     | HostDone
     | WorkerLost
+    | Change
+    | Noted
     | Cancel
     | ClientGone
     | ClientBack
@@ -139,16 +211,23 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Choose hosts among the workers that are ready, as soon as there are enough of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     hosts: tuple[HostPlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Tell these hosts to leave their loops."""
+    """Tell these hosts of a generation to leave their loops; ``over``: the job has ended."""
 
     addresses: tuple[str, ...]
+    generation: int
     why: str
+    over: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +237,7 @@ class End:
     state: State
 
 
-Command = Launch | Stop | End
+Command = Place | Launch | Stop | End
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +247,12 @@ class Limits:
     prepare_deadline: float
     stop_grace: float
     client_lease: float
+    #: workers that may be lost
+    max_losses: int = 10
+    #: workers without which nothing goes on
+    min_workers: int = 1
+    #: how long too few workers are waited for
+    recovery_deadline: float = 600.0
 
 
 @dataclass
@@ -210,14 +295,28 @@ class JobMachine:
         self.sharing: set[str] = set()
         self.done: set[str] = set()
         self.lost: list[str] = []
+        #: the workers lost, of all generations
+        self.losses = 0
+        #: where the newest generation that has run keeps its state
+        self.origin: Origin | None = None
+        #: its chief's shared memory, until all hosts are ready
+        self._meeting: Any = None
+        self.restored: Restored | None = None
+        #: batch -> how often it was in user code when its worker died
+        self.deaths: Counter[Batch] = Counter()
+        #: batch -> the generation whose end it was last blamed for
+        self._suspected: dict[Batch, int] = {}
         self.outcome: Outcome | None = None
         #: (epoch, phase) -> address -> payload, until all have reached it
         self.reached: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
-        #: (epoch, phase) -> whether to stop; kept, so that a repeated call is answered
+        #: (epoch, phase) -> whether to stop; kept for the generation, so that a repeated call is
+        #: answered
         self.settled: dict[tuple[int, str], bool] = {}
         self.history: list[dict[str, Any]] = []
         #: the account of gradients as of the last epoch's end
         self.ledger: dict[str, Any] | None = None
+        #: the step of the last checkpoint that was committed
+        self.saved: int | None = None
         #: when it entered its state, or failed after all while it stopped
         self.entered = now
         self.submitted = now
@@ -238,6 +337,11 @@ class JobMachine:
     def ended(self) -> float | None:
         return self.entered if self.terminal else None
 
+    @property
+    def placing(self) -> bool:
+        """Whether it waits for workers to go on with."""
+        return self.state is State.RECOVERING and not self.hosts
+
     def host(self, address: str) -> HostPlan:
         if address not in self._hosts:
             raise ProtocolError(f"job {self.id}: {address} is not one of its hosts")
@@ -246,11 +350,11 @@ class JobMachine:
     @property
     def shared(self) -> bool:
         """Whether all hosts share a machine's memory."""
-        return len(self.sharing) == len(self.hosts)
+        return bool(self.hosts) and len(self.sharing) == len(self.hosts)
 
     def waiting(self) -> list[HostPlan]:
         """The hosts that the present state waits for."""
-        if self.state is State.PREPARING:
+        if self.state in (State.PREPARING, State.RECOVERING):
             return [h for h in self.hosts if h.address not in self.ready]
         if self.state is State.STOPPING:
             return [h for h in self.hosts if h.address not in self.done]
@@ -273,25 +377,71 @@ class JobMachine:
         if state not in TRANSITIONS[self.state]:
             raise ProtocolError(f"job {self.id}: {self.state} does not lead to {state} ({words})")
         self.state, self.entered = state, now
-        self.story.append((now, state, words))
+        self._tell(now, words)
+
+    def _tell(self, now: float, words: str) -> None:
+        self.story.append((now, self.state, words))
+        if len(self.story) > _STORY:
+            del self.story[1]  # a year of checkpoints is a long story
 
     def _launched(self, event: Launched, now: float) -> list[Command]:
-        if self.state is not State.QUEUED:
+        if self.state is not State.QUEUED and not self.placing:
             raise ProtocolError(f"job {self.id}: launched while {self.state}")
         self.hosts = event.hosts
         self._hosts = {h.address: h for h in event.hosts}
         self._training = sum(bool(h.replicas) for h in event.hosts)
-        self._enter(State.PREPARING, now, f"on {len(event.hosts)} workers")
+        if self.state is State.QUEUED:
+            self._enter(State.PREPARING, now, f"on {len(event.hosts)} workers")
+        else:
+            self.entered = now
+            self._tell(now, f"generation {self.generation} on {len(event.hosts)} workers")
         return [Launch(event.hosts)]
 
     def _host_ready(self, event: HostReady, now: float) -> list[Command]:
-        self.host(event.address)
+        host = self.host(event.address)
         self.ready.add(event.address)
         if event.shared:
             self.sharing.add(event.address)
-        if self.state is State.PREPARING and len(self.ready) == len(self.hosts):
-            self._enter(State.RUNNING, now, "all workers are ready")
+        if host is self.hosts[0] and event.restored is not None and self.restored is None:
+            commands = self._found(event.restored, now)
+            self._meeting = event.meeting
+            if commands:
+                return commands
+        waits = self.state in (State.PREPARING, State.RECOVERING)
+        if not waits or len(self.ready) < len(self.hosts):
+            return []
+        if self.state is State.PREPARING:
             self.epoch_began = now
+        if self.restored is not None:
+            if self.restored.source != "memory":
+                # What was recorded since is not true any more.
+                self.history = list(self.restored.history)
+                self.ledger = None
+            # What the next generation adds to: this one's own account begins with it.
+            self.ledger = self.restored.ledger or self.ledger
+        self.origin = Origin(self.generation, self.hosts, self._meeting if self.shared else None)
+        self._enter(State.RUNNING, now, "all workers are ready")
+        return []
+
+    def _found(self, restored: Restored, now: float) -> list[Command]:
+        """The chief has found the state to go on with."""
+        self.restored = restored
+        if self.generation > 1 or restored.step:
+            lost = f", {restored.lost} steps are lost" if restored.lost else ""
+            self._tell(now, f"goes on from step {restored.step}, from {restored.source}{lost}")
+        for batch in restored.suspects:
+            # The next generation may find the same suspects again, if this one comes to nothing.
+            assert self.origin is not None
+            if self._suspected.get(batch) == self.origin.generation:
+                continue
+            self._suspected[batch] = self.origin.generation
+            self.deaths[batch] += 1
+            if self.deaths[batch] >= POISON:
+                words = (
+                    f"batch {batch.index} of partition {batch.part} in epoch {batch.epoch + 1} "
+                    f"has killed its worker {POISON} times"
+                )
+                return self._fail(Failure("DATA_ERROR", words), now)
         return []
 
     def _reached(self, event: Reached, now: float) -> list[Command]:
@@ -308,7 +458,8 @@ class JobMachine:
         if len(payloads) < (len(self.hosts) if everyone else self._training):
             return []
         del self.reached[key]
-        last = False
+        # "finished": a new generation that finds nothing left to do.
+        last = event.phase == "finished"
         if event.phase == "evaluated":
             ordered = [payloads[h.address] for h in self.hosts if h.address in payloads]
             record = self._record(ordered)
@@ -322,12 +473,18 @@ class JobMachine:
             last = any(payload.get("last") for payload in ordered)
         self.settled[key] = last
         if last:
-            self.outcome = Outcome(State.SUCCEEDED)
-            self._enter(State.STOPPING, now, f"trained for {len(self.history)} epochs")
+            self._succeed(now)
         return []
 
+    def _succeed(self, now: float) -> None:
+        self.outcome = Outcome(State.SUCCEEDED)
+        self._enter(State.STOPPING, now, f"trained for {len(self.history)} epochs")
+
     def _host_failed(self, event: HostFailed, now: float) -> list[Command]:
-        self.host(event.address)
+        host = self.host(event.address)
+        if event.failure.reason == "WORKERS_LOST" and self.outcome is None:
+            # It cannot reach another, which nobody else has missed yet.
+            return self._lose(f"{host}: {event.failure.message}", now)
         return self._fail(event.failure, now)
 
     def _host_done(self, event: HostDone, now: float) -> list[Command]:
@@ -349,13 +506,55 @@ class JobMachine:
         if event.address in self.done and not chief:
             return []
         self.done.add(event.address)
-        commands: list[Command] = []
-        if self.outcome is None or (self.outcome.state is State.SUCCEEDED and chief):
-            work = f"replicas {list(host.replicas)} and shards {list(host.shards)}"
-            failure = Failure("WORKERS_LOST", f"{host} is gone; it had {work}")
+        succeeding = self.outcome is not None and self.outcome.state is State.SUCCEEDED
+        if self.outcome is not None and not (succeeding and chief):
+            return self._finish_if_done(now)
+        work = f"replicas {list(host.replicas)} and shards {list(host.shards)}"
+        if self.origin is not None and self.state is State.RUNNING:
+            self.origin = replace(self.origin, dead=host.replicas)
+        return self._lose(f"{host} {event.why}; it had {work}", now)
+
+    def _lose(self, words: str, now: float) -> list[Command]:
+        self.losses += 1
+        if self.losses > self.limits.max_losses:
             self.outcome = None
-            commands = self._fail(failure, now)
-        return commands + self._finish_if_done(now)
+            words += f"; that is loss {self.losses}, expected at most {self.limits.max_losses}"
+            commands = self._fail(Failure("WORKERS_LOST", words), now)
+            return commands or self._finish_if_done(now)
+        return self._recover(words, now)
+
+    def _change(self, event: Change, now: float) -> list[Command]:
+        if self.outcome is not None or self.state is State.QUEUED:
+            return []
+        if self.placing:
+            # Nobody does the work yet; the deadline goes on.
+            return [Place()]
+        return self._recover(event.why, now)
+
+    def _recover(self, why: str, now: float) -> list[Command]:
+        """A new generation: the old one is told to leave, and hosts are chosen anew."""
+        left = tuple(h.address for h in self.hosts if h.address not in self.done)
+        commands: list[Command] = []
+        if left:
+            commands.append(Stop(left, self.generation, why, over=False))
+        self.generation += 1
+        self.outcome = None
+        self.hosts, self._hosts, self._training = (), {}, 0
+        self.ready, self.sharing, self.done = set(), set(), set()
+        self.reached, self.settled, self.lost = {}, {}, []
+        self.restored = self._meeting = None
+        if self.state is State.RECOVERING:
+            self.entered = now
+            self._tell(now, why)
+        else:
+            self._enter(State.RECOVERING, now, why)
+        return [*commands, Place()]
+
+    def _noted(self, event: Noted, now: float) -> list[Command]:
+        self._tell(now, event.words)
+        if event.saved is not None:
+            self.saved = event.saved
+        return []
 
     def _cancel(self, event: Cancel, now: float) -> list[Command]:
         if self.outcome is not None:
@@ -374,7 +573,10 @@ class JobMachine:
         if self.lease is not None and now >= self.lease and self.outcome is None:
             return self._cancel(Cancel("its client went away"), now)
         spent = now - self.entered
-        if self.state is State.PREPARING and spent >= self.limits.prepare_deadline:
+        if self.placing:
+            return self._placing(now, spent)
+        waits = self.state in (State.PREPARING, State.RECOVERING)
+        if waits and spent >= self.limits.prepare_deadline:
             names = ", ".join(str(h) for h in self.waiting())
             words = (
                 f"after {spent:.0f} s these workers are not ready: {names}; "
@@ -384,10 +586,20 @@ class JobMachine:
         if self.state is not State.STOPPING or spent < self.limits.stop_grace:
             return []
         assert self.outcome is not None
-        if self.outcome.state is State.SUCCEEDED and self.hosts[0].address not in self.done:
+        succeeds = self.outcome.state is State.SUCCEEDED
+        if succeeds and self.hosts[0].address not in self.done:
             # The chief may still be writing the result; it is bounded by its own deadlines.
             return []
         return self._end(now, late=self.waiting())
+
+    def _placing(self, now: float, spent: float) -> list[Command]:
+        if spent < self.limits.recovery_deadline:
+            return [Place()]
+        words = (
+            f"after {spent:.0f} s there are fewer than {self.limits.min_workers} workers that can "
+            f"go on; {self.story[-1][2]}"
+        )
+        return self._fail(Failure("WORKERS_LOST", words), now)
 
     # -- ends ------------------------------------------------------------------------------
 
@@ -407,7 +619,7 @@ class JobMachine:
         left = tuple(h.address for h in self.hosts if h.address not in self.done)
         if not left:
             return self._end(now)
-        return [Stop(left, why)]
+        return [Stop(left, self.generation, why, over=True)]
 
     def _finish_if_done(self, now: float) -> list[Command]:
         over = self.state is State.STOPPING and len(self.done) >= len(self.hosts)
@@ -429,6 +641,8 @@ _HANDLERS: dict[type, Callable[[JobMachine, Any, float], list[Command]]] = {
     HostFailed: JobMachine._host_failed,
     HostDone: JobMachine._host_done,
     WorkerLost: JobMachine._worker_lost,
+    Change: JobMachine._change,
+    Noted: JobMachine._noted,
     Cancel: JobMachine._cancel,
     ClientGone: JobMachine._client_gone,
     ClientBack: JobMachine._client_back,

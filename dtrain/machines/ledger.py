@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from dtrain.machines.cursor import Plan
+
 
 @dataclass
 class Ledger:
@@ -32,6 +34,21 @@ class Ledger:
     samples: list[int] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
 
+    @classmethod
+    def of_steps(cls, plan: Plan, steps: int) -> Ledger:
+        """The account of the first ``steps`` synchronous steps of a job, all of them committed."""
+        ledger = cls()
+        epochs, rest = plan.locate(steps)
+        ledger.samples = [plan.rows] * epochs
+        ledger.applied = epochs * plan.batches_per_epoch
+        ledger.staleness[0] = ledger.applied
+        for step in range(steps - rest, steps):
+            epoch, index = plan.locate(step)
+            for part in plan.members(step):
+                ledger.commit(epoch, plan.samples(part, index), age=0)
+        ledger.staleness = +ledger.staleness
+        return ledger
+
     def commit(self, epoch: int, samples: int, age: int) -> None:
         """One gradient was applied."""
         self.applied += 1
@@ -39,6 +56,14 @@ class Ledger:
             self.samples.append(0)
         self.samples[epoch] += samples
         self.staleness[age] += 1
+
+    def add(self, epoch: int, samples: int, ages: Mapping[int, int]) -> None:
+        """Gradients of an epoch that were applied: how many of which age, and of how many rows."""
+        while len(self.samples) <= epoch:
+            self.samples.append(0)
+        self.samples[epoch] += samples
+        self.applied += sum(ages.values())
+        self.staleness.update(ages)
 
     def to_dict(self) -> dict[str, Any]:
         return {

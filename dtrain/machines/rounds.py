@@ -37,6 +37,8 @@ class Rounds:
         The sorted logical ids that take part in a step.
     epoch_of : callable of int
         The epoch of a step.
+    ledger, totals : optional
+        What is known of the steps before; empty at the start of a job.
     """
 
     def __init__(
@@ -47,14 +49,16 @@ class Rounds:
         replicas: int,
         members: Callable[[int], tuple[int, ...]],
         epoch_of: Callable[[int], int],
+        ledger: Ledger | None = None,
+        totals: Totals | None = None,
     ) -> None:
         self.generation = generation
         #: the step being decided
         self.step = step
         self.shards = shards
         self.replicas = replicas
-        self.ledger = Ledger()
-        self.totals = Totals()
+        self.ledger = ledger or Ledger()
+        self.totals = totals or Totals()
         #: the mean loss of the last committed step
         self.loss = math.nan
         #: the verdicts of the last two steps: a survivor may be one step behind

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dtrain.arrays import aligned_bytes
-from dtrain.errors import DeadlineError
+from dtrain.errors import DeadlineError, FencedError
 from dtrain.layout import Layout
+from dtrain.messages import Batch
 
 #: The fallback thread looks after this many seconds whether the arena was closed under it.
 _IDLE = 1.0
@@ -57,17 +58,25 @@ class Arena:
         self.failure: BaseException | None = None
         self.stopped: str | None = None
         self.closed = False
+        #: the next generation reads the shards: nothing may commit any more
+        self.frozen = False
         #: the shards hosted in this process, and the lead if it is among them
         self.shards: dict[int, Any] = {}
         self.lead: Any = None
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def private(cls, layout: Layout, initial: Any, buffers: int) -> Arena:
-        """In memory of this process alone; ``initial`` is the first version."""
+    def private(cls, layout: Layout, params: Any, buffers: int, step: int) -> Arena:
+        """In memory of this process alone; ``params`` are those of version ``step``."""
         made = [aligned_bytes(layout.nbytes) for _ in range(buffers)]
-        made[0][:] = initial
+        made[step % buffers][:] = params
         return cls(layout, made)
+
+    def mark(self, replica: int, batch: Batch) -> None:
+        """A replica goes into user code with a batch; kept where others can see it, if anywhere."""
+
+    def unmark(self, replica: int) -> None:
+        """It has come back."""
 
     def add_replicas(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
@@ -125,6 +134,11 @@ class Arena:
                 self._raise_if_over()
 
     # -- all with the lock held --------------------------------------------------------------
+
+    def commits(self) -> None:
+        """Raise unless something may still be committed here."""
+        if self.frozen:
+            raise FencedError("its generation of the job has ended")
 
     def queue(self, task: Callable[[], None], *, busy: bool = False) -> None:
         """Add work; ``busy``: the caller is about to wait and will take it itself."""

@@ -1,15 +1,17 @@
-"""Training data where it lies: rows of chunks that Dask workers hold.
+"""Training data where it lies: rows of chunks that Dask workers hold, or of a mapped file.
 
-An array is a list of chunks along its first axis, each a key of the cluster.  A replica reads
+A Dask array is a list of chunks along its first axis, each a key of the cluster.  A replica reads
 the chunks of its own worker in place, and asks the workers that hold the others for just the
-rows of the next batch.
+rows of the next batch.  A NumPy array lies whole in a file of the machine
+(:mod:`dtrain.runtime.inputfile`): that is one chunk, and all its rows are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from distributed.utils import offload
 
 from dtrain.errors import DataError
 from dtrain.machines.cursor import Plan, cuts, order, split
+from dtrain.runtime.inputfile import PIECE, FileRef, array_at, fetch_rows
 
 if TYPE_CHECKING:
     from dtrain.runtime.worker import WorkerService
@@ -24,15 +27,22 @@ if TYPE_CHECKING:
 #: Rows of one evaluation batch.
 EVALUATION_ROWS = 1024
 
+#: Seconds between two looks, while rows are on their way, whether they are still wanted.
+_SLICE = 0.5
+
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """An array on the cluster: ``keys[i]`` is rows ``starts[i]`` to ``starts[i + 1]``."""
+    """An array on the cluster: ``keys[i]`` is rows ``starts[i]`` to ``starts[i + 1]``.
+
+    With a ``file`` it lies there, in row order, and there are no keys.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     keys: tuple[Any, ...]
     starts: tuple[int, ...]
+    file: FileRef | None = None
 
     @property
     def rows(self) -> int:
@@ -45,6 +55,9 @@ class DataPlan:
 
     ``classes`` are the labels in the order of their class indices, or None where the targets
     are indices already (or numbers to regress on).
+
+    ``file`` is the name of the file that has the job's NumPy arrays, ``holders`` the workers that
+    had it when the job was submitted.  ``blobs`` are further arrays in it, see :func:`read_blob`.
     """
 
     x: ArrayRef
@@ -53,6 +66,9 @@ class DataPlan:
     valid_y: ArrayRef | None
     classification: bool
     classes: np.ndarray | None
+    file: str | None = None
+    holders: tuple[str, ...] = ()
+    blobs: Mapping[str, Mapping[str, ArrayRef]] = field(default_factory=dict)
 
     @property
     def arrays(self) -> tuple[ArrayRef, ...]:
@@ -132,15 +148,37 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return flat.reshape(len(array), array.itemsize * (array[:1].size or 1))
 
 
+@dataclass(frozen=True)
+class Waits:
+    """How rows of other workers are waited for.
+
+    ``patience``: seconds until chunks that were lost are computed anew; ``check`` is called
+    meanwhile, and raises when waiting has lost its sense.
+    """
+
+    patience: float
+    check: Callable[[], None] = lambda: None
+
+
 class Rows:
     """Reads rows of an :class:`ArrayRef`, by global number, from a worker's thread."""
 
     def __init__(
-        self, ref: ArrayRef, service: WorkerService, deadline: float, *, strays: bool = False
+        self,
+        ref: ArrayRef,
+        service: WorkerService,
+        deadline: float,
+        *,
+        strays: bool = False,
+        holders: Sequence[str] = (),
+        waits: Waits | None = None,
     ) -> None:
         self.ref = ref
         self._service = service
         self._deadline = deadline
+        self._waits = waits or Waits(deadline)
+        #: the workers that have the array's file, for one whose machine has not
+        self._holders = holders
         self._starts = np.asarray(ref.starts)
         #: chunk number -> the chunk itself, where this worker holds it
         self._here: dict[int, np.ndarray] = {}
@@ -153,6 +191,10 @@ class Rows:
 
     def open(self, spans: Sequence[tuple[int, int]]) -> None:
         """Take hold of the local chunks that ``spans`` of rows touch."""
+        if self.ref.file is not None:
+            if spans:
+                self._open_file(self.ref.file)
+            return
         wanted: set[int] = set()
         for start, stop in spans:
             if stop > start:
@@ -172,6 +214,14 @@ class Rows:
         self._whole = not self._strays and (
             len(self._here) == 1 and self.ref.starts[i] <= start and stop <= self.ref.starts[i + 1]
         )
+
+    def _open_file(self, file: FileRef) -> None:
+        """The one chunk that has all rows, also strays; nothing if it is not on this machine."""
+        memory = self._service.input(file)
+        if memory is not None:
+            self._here[0] = array_at(memory, file.offset, self.ref.shape, self.ref.dtype)
+            self._bytes[0] = as_bytes(self._here[0])
+            self._whole = True
 
     def _check(self, i: int, chunk: Any) -> None:
         rows = self.ref.starts[i + 1] - self.ref.starts[i]
@@ -207,6 +257,9 @@ class Rows:
             return None
         if len(self._here) == 1 and self._only(rows) is not None:
             return None
+        if self.ref.file is not None:
+            call = fetch_rows(self._service, self.ref, rows, self._holders, self._deadline)
+            return Pending({self.ref.file.name: slice(None)}, self._service.start(call))
         chunks = self._chunk_of(rows)
         away = {int(c) for c in np.unique(chunks)} - self._here.keys()
         if not away:
@@ -217,7 +270,9 @@ class Rows:
             wanted[c] = (at, rows[at] - self._starts[c])
         keys = {c: self.ref.keys[c] for c in wanted}
         future = self._service.fetch_rows(
-            {keys[c]: local for c, (_, local) in wanted.items()}, self._deadline
+            {keys[c]: local for c, (_, local) in wanted.items()},
+            self._deadline,
+            self._waits.patience,
         )
         return Pending({keys[c]: at for c, (at, _) in wanted.items()}, future)
 
@@ -255,19 +310,30 @@ class Rows:
                 at = np.flatnonzero(chunks == c)
                 out[at] = self._here[int(c)][rows[at] - self._starts[c]]
         if pending is not None:
-            for key, values in pending.result(self._deadline).items():
+            # A little longer than what fetches them may take: its own error says more.
+            longest = max(self._deadline, self._waits.patience) + 1.0
+            for key, values in pending.result(longest, self._waits.check).items():
                 out[pending.at[key]] = values
 
 
 @dataclass
 class Pending:
-    """Rows on their way: key of the chunk -> positions in the batch."""
+    """Rows on their way: key of the chunk, or name of the file -> positions in the batch."""
 
-    at: Mapping[Any, np.ndarray]
+    at: Mapping[Any, np.ndarray | slice]
     future: Future[dict[Any, np.ndarray]]
 
-    def result(self, deadline: float) -> dict[Any, np.ndarray]:
-        return self.future.result(deadline)
+    def result(self, deadline: float, check: Callable[[], None]) -> dict[Any, np.ndarray]:
+        until = time.monotonic() + deadline
+        while not wait([self.future], timeout=_SLICE).done:
+            try:
+                check()
+            except BaseException:
+                self.future.cancel()
+                raise
+            if time.monotonic() > until:
+                break
+        return self.future.result(0)
 
 
 class Encoder:
@@ -296,12 +362,16 @@ class Feed:
 
     def __init__(
         self, data: DataPlan, parts: Parts, service: WorkerService, seed: int, shuffle: bool,
-        deadline: float, *, strays: bool,
+        deadline: float, *, strays: bool, waits: Waits | None = None,
     ) -> None:  # fmt: skip
         self.parts = parts
         self._seed, self._shuffle = seed, shuffle
-        self._x = Rows(data.x, service, deadline, strays=strays)
-        self._y = Rows(data.y, service, deadline, strays=strays)
+
+        def rows_of(ref: ArrayRef, *, strays: bool) -> Rows:
+            return Rows(ref, service, deadline, strays=strays, holders=data.holders, waits=waits)
+
+        self._x = rows_of(data.x, strays=strays)
+        self._y = rows_of(data.y, strays=strays)
         self._encode = Encoder(data)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._buffers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -309,8 +379,8 @@ class Feed:
         self._valid = (self._x, self._y)
         if data.valid_x is not None and data.valid_y is not None:
             self._valid = (
-                Rows(data.valid_x, service, deadline),
-                Rows(data.valid_y, service, deadline),
+                rows_of(data.valid_x, strays=False),
+                rows_of(data.valid_y, strays=False),
             )
 
     def open(self, replicas: Sequence[int]) -> None:
@@ -380,3 +450,35 @@ async def read_rows(
     return await offload(
         lambda: {key: np.ascontiguousarray(chunk[wanted[key]]) for key, chunk in chunks.items()}
     )
+
+
+def read_blob(
+    plan: DataPlan, name: str, service: WorkerService, deadline: float
+) -> dict[str, np.ndarray] | None:
+    """Copies of the arrays that came with a job under that name; None if none did.
+
+    Called from a replica's thread.  Each answer of another worker may take ``deadline`` seconds;
+    DataError if none has the file.
+    """
+    refs = plan.blobs.get(name)
+    if refs is None:
+        return None
+    return {key: _read(ref, plan.holders, service, deadline) for key, ref in refs.items()}
+
+
+def _read(
+    ref: ArrayRef, holders: Sequence[str], service: WorkerService, deadline: float
+) -> np.ndarray:
+    """The whole of an array in a file."""
+    assert ref.file is not None
+    memory = service.input(ref.file)
+    if memory is not None:
+        return np.array(array_at(memory, ref.file.offset, ref.shape, ref.dtype))
+    shape = ref.shape or (1,)
+    rows = Rows(replace(ref, shape=shape, starts=(0, shape[0])), service, deadline, holders=holders)
+    out = rows.buffer(shape[0])
+    step = max(PIECE // max(out[:1].nbytes, 1), 1)
+    for start in range(0, shape[0], step):
+        some = np.arange(start, min(start + step, shape[0]))
+        rows.take(some, out[start : start + len(some)], rows.request(some))
+    return out.reshape(ref.shape)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dtrain.config import Settings
-from dtrain.machines.jobs import HostPlan
+from dtrain.machines.jobs import HostPlan, Origin
 from dtrain.runtime.data import DataPlan
 from dtrain.spec import JobSpec
 
@@ -25,6 +26,11 @@ class Launch:
     data: DataPlan
     hosts: tuple[HostPlan, ...]
     settings: Settings
+    #: where the generation before has left its state
+    origin: Origin | None = None
+    #: the epochs that are over, and the account of gradients as of then
+    history: tuple[dict[str, Any], ...] = ()
+    ledger: dict[str, Any] | None = None
 
     @property
     def replicas(self) -> int:

@@ -19,8 +19,12 @@ from dtrain.messages import Batch, Contribution, Pushed, Reduced, Verdict
 class SyncLead:
     """Decides the steps of a synchronous job and tells the verdicts to whoever asks."""
 
-    def __init__(self, rounds: Rounds, decided: Callable[[Verdict], None]) -> None:
+    def __init__(
+        self, rounds: Rounds, decided: Callable[[Verdict], None], commits: Callable[[], None]
+    ) -> None:
         self.rounds = rounds
+        #: raises if nothing may be committed any more
+        self._commits = commits
         self._decided = decided
         self._watchers: list[tuple[int, Callable[[Verdict], None]]] = []
 
@@ -44,6 +48,7 @@ class SyncLead:
         return self.rounds.take_totals()
 
     def handle(self, event: Pushed | Reduced) -> None:
+        self._commits()
         known = event.step in self.rounds.verdicts
         commands = self.rounds.handle(event, time.monotonic())
         if known:
@@ -74,8 +79,9 @@ class SyncLead:
 class AsyncLead:
     """Hands out the batches of an asynchronous job."""
 
-    def __init__(self, cursor: Cursor) -> None:
+    def __init__(self, cursor: Cursor, commits: Callable[[], None]) -> None:
         self.cursor = cursor
+        self._commits = commits
 
     @property
     def exhausted(self) -> bool:
@@ -83,6 +89,7 @@ class AsyncLead:
         return self.cursor.exhausted
 
     def take(self, replica: int, request: int, epoch: int) -> Batch | None:
+        self._commits()
         event = Take(self.cursor.generation, replica, request, epoch)
         return self.cursor.handle(event, time.monotonic())[0]
 
@@ -90,10 +97,12 @@ class AsyncLead:
 class Account:
     """What became of the asynchronous gradients of one host's replicas."""
 
-    def __init__(self) -> None:
-        self.ledger = Ledger()
-        self.totals = Totals()
-        self.version = 0
+    def __init__(
+        self, ledger: Ledger | None = None, totals: Totals | None = None, version: int = 0
+    ) -> None:
+        self.ledger = ledger or Ledger()
+        self.totals = totals or Totals()
+        self.version = version
         self.loss = float("nan")
 
     @property

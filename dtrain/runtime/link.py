@@ -27,7 +27,7 @@ class SyncLink:
         # Remote shards first: their messages travel while the local ones are worked on.
         shards = sorted(host.shards, key=lambda s: (s in host.arena.shards, s))
         self._ports = [cast(SyncPort, open_port(host, shard)) for shard in shards]
-        self.version = 0
+        self.version = host.begin.step
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -57,7 +57,10 @@ class SyncLink:
 
 
 class Copies:
-    """Each asynchronous replica's own copy of the parameters, replaced shard by shard."""
+    """Each asynchronous replica's own copy of the parameters, replaced shard by shard.
+
+    It has nothing in it before the first pull.
+    """
 
     def __init__(self, host: Host) -> None:
         self._grad_views = host.arena.grad_views
@@ -72,13 +75,12 @@ class Copies:
         self.requests = dict.fromkeys(host.plan.replicas, 0)
         for replica in host.plan.replicas:
             buffer = aligned_bytes(host.layout.nbytes)
-            buffer[:] = host.initial_buffer
             self._views[replica] = frozen(host.layout.views(buffer))
             for shard in host.shards:
                 ranges = host.shard_plan.shards[shard].ranges
                 self.into[replica, shard] = cut(buffer, ranges)
                 self.flat_grads[replica, shard] = cut(host.arena.grads[replica], ranges)
-                self.versions[replica, shard] = 0
+                self.versions[replica, shard] = host.begin.versions[shard]
 
     def params(self, replica: int) -> Mapping[str, Any]:
         """Read-only views of the replica's own copy."""

@@ -1,8 +1,8 @@
 """The master: a scheduler plugin that decides; it never carries a parameter or waits in a step.
 
 It owns the pure machines (:mod:`dtrain.machines.membership`, :mod:`dtrain.machines.jobs`) and
-acts on their commands.  A client inside the scheduler submits the hosts' tasks and holds every
-key that a job needs, so that a job outlives whoever submitted it.
+hears what Dask, clients and hosts have to say.  :mod:`.dispatch` acts on the machines' commands,
+:mod:`.watch` looks after the workers.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from distributed.client import FuturesCancelledError, _wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
+from distributed.utils import offload
 
 from dtrain import metrics
 from dtrain._version import __version__
-from dtrain.config import Settings, settings
+from dtrain.config import Settings, seconds, settings
 from dtrain.errors import ClusterError, DataError, JobNotFound
-from dtrain.machines.cursor import cuts
 from dtrain.machines.jobs import (
     Cancel,
+    Change,
     ClientBack,
     ClientGone,
     Command,
     End,
     Event,
-    HostDone,
     HostFailed,
     HostReady,
     JobMachine,
     Launched,
     Limits,
+    Noted,
+    Place,
     Reached,
     State,
     Tick,
@@ -46,18 +47,29 @@ from dtrain.machines.jobs import (
 )
 from dtrain.machines.jobs import Launch as LaunchCommand
 from dtrain.machines.jobs import Stop as StopCommand
-from dtrain.machines.membership import Beat, Hello, Joined, Left, Membership
+from dtrain.machines.membership import (
+    Beat,
+    Found,
+    Hello,
+    Joined,
+    Left,
+    Lost,
+    Membership,
+    Stuck,
+)
 from dtrain.messages import Failure
-from dtrain.runtime.data import ArrayRef
-from dtrain.runtime.launch import Launch
-from dtrain.runtime.placement import place
+from dtrain.runtime.dispatch import FORGET, Dispatch
+from dtrain.runtime.placement import better, place
 from dtrain.runtime.record import Record
-from dtrain.runtime.rpc import answering, ask
+from dtrain.runtime.rpc import answering
 from dtrain.runtime.stub import NAME, worker_plugin
+from dtrain.runtime.transport.meeting import forget
+from dtrain.runtime.transport.segment import discard
+from dtrain.runtime.watch import Retirement, Watch
 from dtrain.spec import JobSpec
 
 if TYPE_CHECKING:
-    from distributed import Client, Scheduler
+    from distributed import Scheduler
 
 logger = logging.getLogger("dtrain.master")
 
@@ -66,6 +78,13 @@ _KEPT = 1000
 
 #: Seconds between two looks at leases, deadlines and heartbeats.
 _TICK = 0.25
+
+#: Seconds for which no worker must have come before jobs spread to new ones: they often come
+#: together.
+_SETTLED = 0.5
+
+#: Steps of its usual length that a replica may be in user code before it is given up.
+_STEPS = 10
 
 
 class Master(SchedulerPlugin):
@@ -87,14 +106,19 @@ class Master(SchedulerPlugin):
         first = scheduler.extensions.setdefault(NAME, self)
         if first is not self:
             # Two clients install at once: this one is dropped as soon as the other is there.
-            until = self._now() + self.settings.call_deadline
-            while NAME not in scheduler.plugins and self._now() < until:
+            until = self.now() + self.settings.call_deadline
+            while NAME not in scheduler.plugins and self.now() < until:
                 await asyncio.sleep(0.01)
             return
         self.scheduler = scheduler
-        self.membership = Membership(__version__, self.settings.hello_deadline)
-        self._client: Client | None = None
-        self._opening = asyncio.Lock()
+        self.membership = Membership(
+            __version__, self.settings.hello_deadline, self.settings.progress_deadline
+        )
+        self.watch = Watch(scheduler, self.membership, self.settings, self._lose, self.spawn)
+        self.retirement = Retirement(scheduler, self.membership, self._leave, self._found)
+        #: when the last worker came that can train
+        self._came = 0.0
+        self.dispatch = Dispatch(self)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.handlers = {
             "dtrain_info": self.info,
@@ -109,26 +133,35 @@ class Master(SchedulerPlugin):
             "dtrain_ready": self.ready,
             "dtrain_barrier": self.barrier,
             "dtrain_failed": self.failed,
+            "dtrain_note": self.note,
+            "dtrain_newest": self.newest,
+            "dtrain_alive": self.alive,
+            "dtrain_events": self.events,
+            "dtrain_lost": self.lost,
         }
         for op, handler in self.handlers.items():
             scheduler.handlers[op] = answering(handler)
         for ws in scheduler.workers.values():
-            self.membership.handle(Joined(ws.address, _name(scheduler, ws.address)), self._now())
-        self._spawn(self._watch())
+            self.membership.handle(Joined(ws.address, _name(scheduler, ws.address)), self.now())
+        self.spawn(self._watch())
         await scheduler.register_worker_plugin(
             None, dumps(worker_plugin()), name=NAME, idempotent=False
         )
 
     async def before_close(self) -> None:
         self.scheduler.extensions.pop(NAME, None)
+        self.retirement.undo()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._client is not None:
-            client, self._client = self._client, None
-            await asyncio.wait_for(client._close(fast=True), 5)
+        # Nobody goes on with a job without its master.
+        for record in self.jobs.values():
+            await offload(forget, record.id)
+            if record.file is not None:
+                await offload(discard, record.file)
+        await self.dispatch.close()
 
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -136,53 +169,44 @@ class Master(SchedulerPlugin):
         return task
 
     @staticmethod
-    def _now() -> float:
+    def now() -> float:
         return time.monotonic()
-
-    async def _own_client(self) -> Client:
-        """The client that submits and holds; made when first wanted, never during start-up."""
-        from distributed import Client
-
-        async with self._opening:
-            if self._client is None:
-                self._client = await asyncio.wait_for(
-                    Client(
-                        self.scheduler.address,
-                        asynchronous=True,
-                        set_as_default=False,
-                        security=self.scheduler.security,
-                        name="dtrain-master",
-                    ),
-                    self.settings.call_deadline,
-                )
-        return self._client
 
     # -- what Dask tells us --------------------------------------------------------------------
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if worker not in scheduler.workers:
             return
-        self.membership.handle(Joined(worker, _name(scheduler, worker)), self._now())
+        self.membership.handle(Joined(worker, _name(scheduler, worker)), self.now())
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        for lost in self.membership.handle(Left(worker), self._now()):
-            for record in list(self.jobs.values()):
-                self._handle(record, WorkerLost(lost.address))
-                future = record.futures.pop(lost.address, None)
-                if future is not None:
-                    future.release()
+        for lost in self.membership.handle(Left(worker), self.now()):
+            assert isinstance(lost, Lost)
+            self._lose(lost)
+
+    def _lose(self, lost: Lost) -> None:
+        """A worker is gone, or fenced: its jobs go on without it."""
+        for record in list(self.jobs.values()):
+            generation = record.machine.generation
+            self.handle(record, WorkerLost(lost.address, lost.why))
+            if record.machine.terminal:
+                continue  # of a result there may be a copy elsewhere
+            if record.machine.generation == generation and lost.address in record.futures:
+                record.futures.pop(lost.address).release()
+        if lost.address in self.scheduler.workers:
+            self.dispatch.free_data(lost.address)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         for record in self.jobs.values():
             if client in record.owners:
                 record.owners.discard(client)
                 if not record.owners:
-                    self._handle(record, ClientGone())
+                    self.handle(record, ClientGone())
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
-            now = self._now()
+            now = self.now()
             for address, member in list(self.membership.members.items()):
                 ws = self.scheduler.workers.get(address)
                 if ws is None:
@@ -190,11 +214,68 @@ class Master(SchedulerPlugin):
                     continue
                 summary = ws.metrics.get("dtrain")
                 if summary is not None and summary is not member.summary:
-                    self.membership.handle(Beat(address, summary), now)
+                    self._found(self.membership.handle(Beat(address, summary), now))
                     self._progress(address, summary)
+            self.watch.look(now, _TICK)
             for record in list(self.jobs.values()):
-                self._handle(record, Tick())
+                self.handle(record, Tick())
+                if record.machine.state is State.RUNNING:
+                    self._give_up_hanging(record, now)
+                    self._spread(record, now)
             self._forget(now)
+
+    def _found(self, commands: Any) -> None:
+        if any(isinstance(command, Found) for command in commands):
+            self._came = self.now()
+
+    def _give_up_hanging(self, record: Record, now: float) -> None:
+        """A replica that is in user code without end holds up all others."""
+        settings = self.settings
+        found = record.hanging(now, settings.progress_deadline, settings.step_deadline, _STEPS)
+        for address, words in found:
+            for command in self.membership.handle(Stuck(address, words), now):
+                assert isinstance(command, Lost)
+                logger.warning("job %s: worker %s %s", record.id, address, words)
+                self._lose(command)
+                if self.scheduler.workers[address].nanny:
+                    self.spawn(self.dispatch.restart(address))
+
+    def _spread(self, record: Record, now: float) -> None:
+        """Replicas move to workers that have come, where that takes load off others."""
+        if now - self._came < _SETTLED or record.spread == self._came:
+            return
+        record.spread = self._came
+        machine = record.machine
+        here = {h.address for h in machine.hosts}
+        fresh = [
+            m for m in self.membership.ready() if m.address not in here and self.dispatch.idle(m)
+        ]
+        if fresh and better(machine.hosts, len(here) + len(fresh), record.replicas):
+            names = ", ".join(map(str, fresh))
+            self.handle(record, Change(f"can go on with more workers: {names}"))
+
+    async def _leave(self, addresses: list[str]) -> None:
+        """Jobs leave these workers; returns once they train without them, or cannot."""
+        until = self.now() + self.settings.prepare_deadline
+        for record in list(self.jobs.values()):
+            machine = record.machine
+            hosts = [h for h in machine.hosts if h.address in addresses]
+            origin = machine.origin
+            needed = () if origin is None or machine.state is State.RUNNING else origin.hosts
+            if machine.terminal or not (hosts or any(h.address in addresses for h in needed)):
+                continue
+            if hosts:
+                names = ", ".join(map(str, hosts))
+                self.handle(record, Change(f"{names} is about to leave"))
+            await self._until(record, lambda m: m.state is not State.RECOVERING or m.placing, until)
+
+    async def _until(self, record: Record, settled: Any, until: float) -> None:
+        async with record.changed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(
+                    record.changed.wait_for(lambda: settled(record.machine)),
+                    max(until - self.now(), 0.01),
+                )
 
     def _forget(self, now: float) -> None:
         """Drop ended jobs whose time is over, and the oldest beyond the number that is kept."""
@@ -202,129 +283,67 @@ class Master(SchedulerPlugin):
         for number, record in enumerate(ended):
             old = now - record.machine.entered > self.settings.result_ttl
             if old or number < len(ended) - _KEPT:
-                for future in record.futures.values():
-                    future.release()
+                self.dispatch.release(record)
                 del self.jobs[record.id]
 
     def _progress(self, address: str, summary: Mapping[str, Any]) -> None:
         for job, report in summary.items():
             record = self.jobs.get(job)
-            if record is not None and not record.machine.terminal:
-                record.reports[address] = {**report, "at": self._now()}
+            if record is None or report["generation"] > record.machine.generation:
+                continue
+            if record.machine.terminal or report["generation"] < record.machine.generation:
+                # It was stopped when the others were told, and has woken up.
+                self._tell_again(record, address, report["generation"])
+            else:
+                record.reports[address] = {**report, "at": self.now()}
+                record.seen = max(record.seen, record.progress.get("step", 0))
+
+    def _tell_again(self, record: Record, address: str, generation: int) -> None:
+        if record.told.get(address) != generation:
+            record.told[address] = generation
+            why = "another generation of the job has begun"
+            over = record.machine.terminal
+            self.spawn(self.dispatch.stop_host(record, address, generation, why, over))
 
     # -- acting on the machines ----------------------------------------------------------------
 
-    def _handle(self, record: Record, event: Event) -> None:
+    def handle(self, record: Record, event: Event) -> None:
         machine = record.machine
-        before = machine.state, len(machine.settled)
-        for command in machine.handle(event, self._now()):
+        before = machine.state, machine.generation, len(machine.settled), bool(machine.hosts)
+        for command in machine.handle(event, self.now()):
             self._act(record, command)
         # Whoever waits is woken when something is settled, not by each that arrives.
-        if (machine.state, len(machine.settled)) != before:
-            self._spawn(self._announce(record))
+        if machine.state is State.RUNNING and before[0] is State.RECOVERING:
+            self.spawn(self.dispatch.drop_former(record))
+        now = machine.state, machine.generation, len(machine.settled), bool(machine.hosts)
+        if now != before:
+            self.spawn(self.announce(record))
 
     def _act(self, record: Record, command: Command) -> None:
-        if isinstance(command, LaunchCommand):
-            self._spawn(self._launch(record))
+        if isinstance(command, Place):
+            self.dispatch.place(record)
+        elif isinstance(command, LaunchCommand):
+            self.spawn(self.dispatch.launch(record))
         elif isinstance(command, StopCommand):
             for address in command.addresses:
-                self._spawn(self._stop_host(record, address, command.why))
+                record.told[address] = command.generation
+                self.spawn(
+                    self.dispatch.stop_host(
+                        record, address, command.generation, command.why, command.over
+                    )
+                )
         elif isinstance(command, End):
-            self._spawn(self._end(record))
+            self.spawn(self.dispatch.end(record))
 
-    async def _announce(self, record: Record) -> None:
+    async def announce(self, record: Record) -> None:
         async with record.changed:
             record.changed.notify_all()
-
-    async def _launch(self, record: Record) -> None:
-        """Submit one pinned task for each host; the master alone may try again."""
-        from dtrain.runtime.replica import run_host
-
-        machine = record.machine
-        assert record.data is not None  # it is let go of at the end
-        launch = Launch(
-            job=record.id,
-            generation=machine.generation,
-            spec=record.spec,
-            model=record.model,
-            data=record.data,
-            hosts=machine.hosts,
-            settings=self.settings,
-        )
-        try:
-            client = await self._own_client()
-            for number, host in enumerate(machine.hosts):
-                record.futures[host.address] = client.submit(
-                    run_host,
-                    launch,
-                    key=f"dtrain-{record.id}-g{machine.generation}-h{number}",
-                    workers=[host.address],
-                    allow_other_workers=False,
-                    retries=0,
-                    pure=False,
-                )
-        except Exception as error:  # noqa: BLE001 - it becomes the job's failure
-            failure = Failure("CONTROLLER", f"launch: {type(error).__name__}: {error}")
-            self._handle(record, HostFailed(machine.generation, machine.hosts[0].address, failure))
-            return
-        record.watchers = [
-            self._spawn(self._watch_task(record, host.address, machine.generation))
-            for host in machine.hosts
-        ]
-
-    async def _watch_task(self, record: Record, address: str, generation: int) -> None:
-        future = record.futures[address]
-        # Not `distributed.wait`: in a process with another client it would block on that one.
-        # Not `await future`: it would bring the result to the scheduler.
-        try:
-            await _wait([future])
-        except FuturesCancelledError:
-            return  # The cluster closes or restarts: the loss of the worker tells the job.
-        if future.status == "error":
-            error = await future.exception()
-            words = f"its task on {address} raised {type(error).__name__}: {error}"
-            self._handle(record, HostFailed(generation, address, Failure("CONTROLLER", words)))
-        self._handle(record, HostDone(generation, address))
-
-    async def _stop_host(self, record: Record, address: str, why: str) -> None:
-        ws = self.scheduler.workers.get(address)
-        if ws is None:
-            return
-        try:
-            await ask(
-                self.scheduler.rpc(address),
-                "dtrain_stop",
-                self.settings.call_deadline,
-                job=record.id,
-                generation=record.machine.generation,
-                why=why,
-            )
-        except Exception as error:  # noqa: BLE001 - the grace time ends the job all the same
-            if address in self.scheduler.workers:
-                logger.warning("job %s: %s was not told to stop: %s", record.id, address, error)
-
-    async def _end(self, record: Record) -> None:
-        """Let go of what a terminal job held; of a success, keep the chief's result."""
-        keep = record.machine.state is State.SUCCEEDED
-        chief = record.machine.hosts[0].address if record.machine.hosts else None
-        for address in list(record.futures):
-            if not (keep and address == chief):
-                record.futures.pop(address).release()
-        for watcher in record.watchers:
-            watcher.cancel()
-        self._let_go(record)
-        record.model, record.data = b"", None
-        await self._announce(record)
-
-    def _let_go(self, record: Record) -> None:
-        if record.hold in self.scheduler.clients:
-            self.scheduler.remove_client(record.hold)
 
     # -- handlers for clients ------------------------------------------------------------------
 
     async def info(self, settle: bool = False) -> dict[str, Any]:
         """Versions, and which workers can train; ``settle``: once all have said hello or should."""
-        while settle and self.membership.pending(self._now()):
+        while settle and self.membership.pending(self.now()):
             await asyncio.sleep(0.02)
         return {
             "version": __version__,
@@ -361,43 +380,25 @@ class Master(SchedulerPlugin):
                 prepare_deadline=self.settings.prepare_deadline,
                 stop_grace=self.settings.stop_grace,
                 client_lease=self.settings.client_lease,
+                max_losses=asked.recovery.max_losses,
+                min_workers=asked.recovery.min_workers,
+                recovery_deadline=seconds("recovery.deadline", asked.recovery.deadline),
             ),
-            self._now(),
+            self.now(),
             functools.partial(metrics.epoch_record, replicas=replicas),
         )
         record = Record(machine, resolved, client, plan)
         record.model = model
         self.scheduler.client_desires_keys(keys, record.hold)
         self.jobs[id] = record
-        hosts = place(ready, replicas, shards, self._local_bytes(plan.x, replicas))
-        self._handle(record, Launched(hosts))
+        hosts = place(ready, replicas, shards, self.dispatch.local_rows(record))
+        record.touched.update(h.address for h in hosts)
+        self.handle(record, Launched(hosts))
         return self._describe(record)
 
     def _problems(self) -> str:
         problems = [f"{member}: {problem}" for member, problem in self.membership.problems()]
         return "; ".join(problems) or "the cluster has no workers"
-
-    def _local_bytes(self, x: ArrayRef, replicas: int) -> dict[int, dict[str, int]]:
-        """Replica -> address -> rows of its part there.
-
-        A part is taken as a share of all rows here; a validation split moves it by a few.
-        """
-        bounds = cuts(x.rows, replicas)
-        found: dict[int, dict[str, int]] = {i: {} for i in range(replicas)}
-        part = 0
-        for number, key in enumerate(x.keys):
-            start, stop = x.starts[number], x.starts[number + 1]
-            while part + 1 < replicas and bounds[part + 1] <= start:
-                part += 1
-            ts = self.scheduler.tasks.get(key)
-            addresses = [ws.address for ws in ts.who_has] if ts is not None and ts.who_has else []
-            for i in range(part, replicas):
-                if bounds[i] >= stop:
-                    break
-                rows = min(stop, bounds[i + 1]) - max(start, bounds[i])
-                for address in addresses:
-                    found[i][address] = found[i].get(address, 0) + rows
-        return found
 
     async def status(
         self, job: str, wait: float = 0.0, seen: str | None = None, brief: bool = False
@@ -410,14 +411,22 @@ class Master(SchedulerPlugin):
                     await asyncio.wait_for(
                         record.changed.wait_for(lambda: record.machine.state != seen), wait
                     )
+        if record.machine.terminal:
+            # Whoever hears of the end finds nothing of the job left.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(record.clean.wait(), 2 * FORGET)
         return self._describe(record, brief=brief and not record.machine.terminal)
+
+    def events(self, job: str) -> list[dict[str, Any]]:
+        """All that has happened to a job."""
+        return self._record(job).events()
 
     def list_jobs(self) -> list[dict[str, Any]]:
         return [self._describe(record, brief=True) for record in self.jobs.values()]
 
     def cancel(self, job: str, why: str) -> dict[str, Any]:
         record = self._record(job)
-        self._handle(record, Cancel(why))
+        self.handle(record, Cancel(why))
         return self._describe(record)
 
     def stuck(self) -> list[str]:
@@ -437,7 +446,7 @@ class Master(SchedulerPlugin):
         record = self._record(job)
         if record.attached and client is not None and not record.machine.terminal:
             record.owners.add(client)
-            self._handle(record, ClientBack())
+            self.handle(record, ClientBack())
         return self._describe(record)
 
     def _record(self, job: str) -> Record:
@@ -449,29 +458,58 @@ class Master(SchedulerPlugin):
     def _describe(self, record: Record, *, brief: bool = False) -> dict[str, Any]:
         beat = heartbeat_interval(len(self.scheduler.workers))
         stall = self.settings.stall
-        return record.describe(self._now(), stall, stall + 2 * beat, brief=brief)
+        described = record.describe(self.now(), stall, stall + 2 * beat, brief=brief)
+        if described["result"] is not None:
+            described["result"] = self._where(*described["result"])
+        return described
+
+    def _where(self, key: Any, chief: str) -> tuple[Any, str] | None:
+        """A result, at the chief or at the worker that has the copy."""
+        ts = self.scheduler.tasks.get(key)
+        holders = sorted(ws.address for ws in (ts.who_has or ())) if ts is not None else []
+        if not holders:
+            return None
+        return key, chief if chief in holders else holders[0]
 
     # -- handlers for hosts --------------------------------------------------------------------
 
     async def hello(
-        self, address: str, version: str | None, problem: str | None = None, blas: str = ""
+        self,
+        address: str,
+        version: str | None,
+        problem: str | None = None,
+        blas: str = "",
+        process: dict[str, Any] | None = None,
     ) -> None:
         if address not in self.membership.members:
             self.add_worker(self.scheduler, address)
         if address not in self.membership.members:
             return
-        self.membership.handle(Hello(address, version, problem, blas), self._now())
+        event = Hello(address, version, problem, blas, process)
+        self._found(self.membership.handle(event, self.now()))
         if problem or version != __version__:
             member = self.membership.members[address]
             logger.warning("%s cannot train: %s", member, member.problem)
 
     async def ready(
-        self, job: str, generation: int, address: str, shared: bool, wait: float
+        self,
+        job: str,
+        generation: int,
+        address: str,
+        shared: bool,
+        wait: float,
+        restored: dict[str, Any] | None = None,
+        meeting: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         record = self._record(job)
-        self._handle(record, HostReady(generation, address, shared))
+        found = None if restored is None else record.restored(restored)
+        if meeting is not None:
+            member = self.membership.members.get(address)
+            record.machines[generation] = member.process if member else None
+        self.handle(record, HostReady(generation, address, shared, found, meeting))
         return await self._answer(
             record,
+            generation,
             wait,
             lambda m: m.state in (State.RUNNING, State.STOPPING),
             lambda m: {"shared": m.shared},
@@ -488,18 +526,29 @@ class Master(SchedulerPlugin):
         wait: float,
     ) -> dict[str, Any]:
         record = self._record(job)
-        if record.machine.host(address).replicas or phase == "opened":
-            self._handle(record, Reached(generation, address, epoch, phase, payload))
+        record.check(generation)
+        training = bool(record.machine.host(address).replicas)
+        if training or phase == "opened":
+            self.handle(record, Reached(generation, address, epoch, phase, payload))
         key = (epoch, phase)
-        return await self._answer(
-            record,
-            wait,
-            lambda m: key in m.settled,
-            # At the end the chief writes the history beside the parameters.
-            lambda m: {"stop": m.settled[key], "history": m.history if m.settled[key] else None},
-        )
 
-    async def _answer(self, record: Record, wait: float, go: Any, extra: Any) -> dict[str, Any]:
+        def settled(m: JobMachine) -> bool:
+            # Those without replicas do not see that there is nothing left to do.
+            return key in m.settled or (not training and m.outcome is not None)
+
+        def extra(m: JobMachine) -> dict[str, Any]:
+            recorded = phase == "evaluated" and training
+            return {
+                "stop": m.settled.get(key, True),
+                "record": m.history[epoch] if recorded else None,
+                "ledger": m.ledger if recorded else None,
+            }
+
+        return await self._answer(record, generation, wait, settled, extra)
+
+    async def _answer(
+        self, record: Record, generation: int, wait: float, go: Any, extra: Any
+    ) -> dict[str, Any]:
         """A long poll: ``go`` with what is decided, ``over`` with why the job stops, or neither."""
         machine = record.machine
 
@@ -509,12 +558,13 @@ class Master(SchedulerPlugin):
             )
 
         def settled() -> bool:
-            return over() or go(machine)
+            return machine.generation != generation or over() or go(machine)
 
         if not settled():
             async with record.changed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(record.changed.wait_for(settled), wait)
+        record.check(generation)
         if over():
             failure = machine.outcome.failure if machine.outcome else None
             return {"go": False, "over": failure.message if failure else "it has ended"}
@@ -525,7 +575,39 @@ class Master(SchedulerPlugin):
     async def failed(
         self, job: str, generation: int, address: str, failure: dict[str, Any]
     ) -> None:
-        self._handle(self._record(job), HostFailed(generation, address, Failure(**failure)))
+        self.handle(self._record(job), HostFailed(generation, address, Failure(**failure)))
+
+    def note(self, job: str, generation: int, words: str, saved: int | None) -> None:
+        self.handle(self._record(job), Noted(generation, words, saved))
+
+    def newest(self, job: str, generation: int) -> None:
+        """Whether a host may still write for its job: FencedError if not."""
+        self._record(job).check(generation)
+
+    def lost(self, keys: list[Any]) -> str | None:
+        """Why chunks will never be in memory again, in words; None: they are, or will be."""
+        for key in keys:
+            ts = self.scheduler.tasks.get(key)
+            if ts is None or ts.state == "forgotten":
+                return (
+                    f"chunk {key!r} was in the memory of a worker that has died; expected data "
+                    "that can be computed anew"
+                )
+            if ts.state == "erred":
+                return (
+                    f"chunk {key!r} was lost, and computing it anew has failed: {ts.exception_text}"
+                )
+        return None
+
+    def alive(self, names: list[str]) -> list[str]:
+        """Which of these files belong to jobs that are not over."""
+        live = [record for record in self.jobs.values() if not record.clean.is_set()]
+        files = {record.file for record in live}
+        return [
+            name
+            for name in names
+            if name in files or any(name.startswith(f"{record.id}-g") for record in live)
+        ]
 
 
 def _name(scheduler: Scheduler, address: str) -> str:

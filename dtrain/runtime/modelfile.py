@@ -22,6 +22,7 @@ import numpy as np
 
 from dtrain._version import __version__
 from dtrain.errors import ModelFileError, SpecError, StorageError
+from dtrain.runtime.files import sync, write
 
 FORMAT = 1
 _PARAMS, _MANIFEST = "params.safetensors", "model.json"
@@ -66,11 +67,11 @@ def save(path: str | os.PathLike[str], saved: Saved) -> Path:
     fresh = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
     fresh.mkdir(mode=0o700)
     try:
-        _write(fresh / _PARAMS, payload)
-        _write(fresh / _MANIFEST, json.dumps(manifest, indent=2).encode())
-        _sync(fresh)
+        write(fresh / _PARAMS, payload)
+        write(fresh / _MANIFEST, json.dumps(manifest, indent=2).encode())
+        sync(fresh)
         _swap(fresh, target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return target
@@ -174,22 +175,6 @@ def _rebuild(source: Path, described: dict[str, Any] | None) -> Any:
 
 def _plain(classes: np.ndarray) -> list[Any]:
     return [value.item() if isinstance(value, np.generic) else value for value in classes]
-
-
-def _write(path: Path, payload: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _swap(fresh: Path, target: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dtrain.machines.jobs import HostPlan
 from dtrain.machines.membership import Member
@@ -14,6 +14,7 @@ def place(
     replicas: int,
     shards: int,
     local_bytes: Mapping[int, Mapping[str, int]],
+    near: Callable[[Member], bool] = lambda member: True,
 ) -> tuple[HostPlan, ...]:
     """Spread replicas evenly, each where most of its part lies, and shards over the hosts.
 
@@ -23,6 +24,9 @@ def place(
         Those that are ready, in order of joining.
     local_bytes : mapping of int to mapping of str to int
         Replica -> address -> bytes of its part that lie there.
+    near : callable
+        Whether a worker can look into the memory where the job's state is: the chief is such a
+        one, if there is any.
 
     Returns
     -------
@@ -38,21 +42,27 @@ def place(
     gain = {i: max(local_bytes.get(i, {}).values(), default=0) for i in range(replicas)}
     # Those with the most to gain choose first; ties go to the lower id.
     for i in sorted(gain, key=lambda i: (-gain[i], i)):
-        near = [
+        holding = [
             (-rows, len(at[a]), rank[a])
             for a, rows in local_bytes.get(i, {}).items()
             if a in at and len(at[a]) < most
         ]
-        if near:
-            home = addresses[min(near)[2]]
+        if holding:
+            home = addresses[min(holding)[2]]
         else:
             while len(at[addresses[idle[0][1]]]) != idle[0][0]:
                 heapq.heappop(idle)
             home = addresses[idle[0][1]]
         at[home].append(i)
         heapq.heappush(idle, (len(at[home]), rank[home]))
+    far = {w.address for w in workers if not near(w)}
+    close = [a for a in addresses if a not in far]
+    if close and not any(at[a] for a in close):
+        # The chief has replicas, and can look into the memory where the state is.
+        busiest = max(addresses, key=lambda a: (len(at[a]), -rank[a]))
+        at[close[0]].append(at[busiest].pop())
     # Replicas first: a shard beside a replica saves its messages.
-    ranked = sorted(addresses, key=lambda a: (not at[a], min(at[a], default=replicas)))
+    ranked = sorted(addresses, key=lambda a: (not at[a], a in far, min(at[a], default=replicas)))
     hosted: dict[str, list[int]] = {a: [] for a in ranked}
     for shard in range(shards):
         hosted[ranked[shard % len(ranked)]].append(shard)
@@ -62,3 +72,9 @@ def place(
         for a in ranked
         if at[a] or hosted[a]
     )
+
+
+def better(hosts: Sequence[HostPlan], workers: int, replicas: int) -> bool:
+    """Whether with so many workers the busiest would have fewer replicas than it has now."""
+    busiest = max((len(h.replicas) for h in hosts), default=replicas)
+    return -(-replicas // max(workers, 1)) < busiest

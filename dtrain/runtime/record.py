@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dtrain.errors import FencedError
 from dtrain.machines.cursor import Plan, len_of_split
-from dtrain.machines.jobs import JobMachine, State
+from dtrain.machines.jobs import JobMachine, Restored, State
 from dtrain.machines.ledger import Ledger
+from dtrain.messages import Batch
 from dtrain.runtime.data import DataPlan
 from dtrain.spec import JobSpec
 
@@ -37,6 +39,21 @@ class Record:
         self.futures: dict[str, Future] = {}
         self.watchers: list[asyncio.Task[Any]] = []
         self.changed = asyncio.Condition()
+        #: set once nothing is left of an ended job on the workers
+        self.clean = asyncio.Event()
+        #: all workers that have ever had a part in it, and those that got its NumPy arrays
+        self.touched: set[str] = set()
+        self.holders = set(data.holders)
+        #: the name of the file that has the job's NumPy arrays
+        self.file = data.file
+        #: generation -> the machine of its chief
+        self.machines: dict[int, Any] = {}
+        #: address -> the last generation that was told to stop there
+        self.told: dict[str, int] = {}
+        #: the newest step that has been heard of
+        self.seen = 0
+        #: the arrival of workers that was last looked at
+        self.spread = 0.0
         #: address -> the host's last summary, and when it came
         self.reports: dict[str, dict[str, Any]] = {}
         self.created = time.time()
@@ -48,7 +65,8 @@ class Record:
     @property
     def progress(self) -> dict[str, Any]:
         """Of the hosts' last summaries: step, loss, samples, ledger, and when they came."""
-        found = [r for r in self.reports.values() if "account" in r]
+        reports = self.reports.values()
+        found = [r for r in reports if "account" in r]
         if not found:
             return {}
         accounts = [r["account"] for r in found]
@@ -60,6 +78,68 @@ class Record:
             "ledger": Ledger.total(a["ledger"] for a in accounts).to_dict(),
             "at": max(r["at"] for r in found),
         }
+
+    @property
+    def replicas(self) -> int:
+        assert self.spec.replicas is not None
+        return self.spec.replicas
+
+    @property
+    def shards(self) -> int:
+        assert self.spec.shards is not None
+        return self.spec.shards
+
+    def check(self, generation: int) -> None:
+        """Raise FencedError unless it is the newest generation of a job that is not over."""
+        newest = self.machine.generation
+        if generation != newest or self.machine.terminal:
+            raise FencedError(
+                f"job {self.id}: generation {generation} is over, expected {newest}, "
+                f"{self.machine.state}"
+            )
+
+    def restored(self, said: Mapping[str, Any]) -> Restored:
+        """What a chief has found, and how many steps that had been seen are not in it."""
+        step, memory = said["step"], said["source"] == "memory"
+        seen = max([e["step"] for e in self.machine.history], default=0)
+        lost = 0 if memory or self.machine.generation == 1 else max(self.seen, seen) - step
+        return Restored(
+            step,
+            said["source"],
+            tuple(said["history"]),
+            said["ledger"],
+            max(lost, 0),
+            tuple(Batch(*batch) for batch in said["suspects"]),
+        )
+
+    def hanging(
+        self, now: float, patience: float, first: float, steps: int
+    ) -> list[tuple[str, str]]:
+        """The workers whose user code does not return, with the reason in words.
+
+        A step may take ``patience`` seconds, or ``steps`` times as long as it usually does; the
+        first one of a host, ``first``.
+        """
+        found = []
+        for address, report in self.reports.items():
+            if report["computing"] is None or report["generation"] != self.machine.generation:
+                continue
+            replica, spent = report["computing"]
+            usual = report["usual"]
+            most = first if usual is None else max(patience, steps * usual)
+            spent += now - report["at"]
+            if spent > most:
+                words = f"has been in user code for {spent:.0f} s, with replica {replica}"
+                found.append((address, words))
+        return found
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that has happened, in order: when (seconds since 1970), in which state, in words."""
+        began = self.machine.submitted
+        return [
+            {"time": self.created + at - began, "state": str(state), "message": words}
+            for at, state, words in self.machine.story
+        ]
 
     # -- the status, as the master's handlers give it ------------------------------------------
 
@@ -100,6 +180,9 @@ class Record:
             "output": spec.output if machine.state is State.SUCCEEDED else None,
             "result": self._result(),
             "attached": self.attached,
+            "generation": machine.generation,
+            "losses": machine.losses,
+            "saved": machine.saved,
             "submitted": self.created,
             "seconds": (machine.ended or now) - machine.submitted,
             "why": self._why(now, stall, silence),
@@ -137,6 +220,10 @@ class Record:
         spent = now - machine.entered
         if machine.state is State.PREPARING:
             return f"waiting for {names} to get ready, for {spent:.1f} s"
+        if machine.state is State.RECOVERING:
+            least = self.spec.recovery.min_workers
+            waits = f"for {names} to get ready" if machine.hosts else f"for {least} workers"
+            return f"recovering, waiting {waits}, for {spent:.1f} s: {machine.story[-1][2]}"
         if machine.state is State.STOPPING:
             return f"stopping, waiting for {names}, for {spent:.1f} s"
         heard = {

@@ -15,13 +15,15 @@ import numpy as np
 
 from dtrain import metrics
 from dtrain.arrays import quiet
-from dtrain.errors import DTrainError, StorageError
+from dtrain.errors import DTrainError, FencedError, StorageError
 from dtrain.messages import Batch, Contribution, Failure
 from dtrain.runtime.arena import Stopped
 from dtrain.runtime.blas import one_thread
 from dtrain.runtime.host import Host
 from dtrain.runtime.launch import Launch
 from dtrain.runtime.modelfile import Saved, save
+from dtrain.runtime.preparation import prepare
+from dtrain.runtime.restore import unrecorded
 from dtrain.runtime.shards import StepRefused, describe_culprit, finite
 from dtrain.runtime.transport import AsyncLink, SyncLink
 from dtrain.runtime.usercode import UserCodeError, calling, describe
@@ -50,10 +52,10 @@ def run_host(launch: Launch) -> dict[str, Any] | None:
     host = service.adopt(launch)
     try:
         with one_thread():
-            host.prepare()
+            prepare(host)
             trainer = Trainer(host)
             return trainer.run()
-    except Stopped:
+    except (Stopped, FencedError):
         return None
     except BaseException as error:  # noqa: BLE001 - it becomes the failure of the job
         failure = _settled(host, error)
@@ -71,6 +73,8 @@ def run_host(launch: Launch) -> dict[str, Any] | None:
             ).result(deadline + 1)
         return None
     finally:
+        if host.saver is not None:
+            host.saver.wait(launch.settings.stop_grace)
         host.left.set()
         service.release(host)
 
@@ -105,7 +109,7 @@ class Trainer:
 
     def _only_host(self) -> None:
         """No replica here: the shards serve until the master says stop."""
-        epoch = 0
+        epoch = self.host.begin.epochs
         while not self.host.barrier(epoch, "evaluated"):
             epoch += 1
 
@@ -114,7 +118,15 @@ class Trainer:
     def _train_sync(self) -> dict[str, Any] | None:
         host, plan = self.host, self.plan
         link: SyncLink = host.link
-        for step in range(plan.total_steps):
+        total, begin = plan.total_steps, host.begin
+        if begin.finished:
+            host.barrier(begin.epochs, "finished")
+            return self._result(link.params, link.version)
+        # A death may have come between the last step of an epoch and its record.
+        late = unrecorded(plan, begin.epochs, begin.step)
+        if late and self._end_epoch(begin.step - 1, link):
+            return self._result(link.params, link.version)
+        for step in range(begin.step, total):
             host.check()
             epoch, index = plan.locate(step)
             host.epoch = epoch
@@ -128,12 +140,17 @@ class Trainer:
                     )
             self._read_ahead(step + 1)
             link.exchange(tuple(contributions))
-            if plan.ends_epoch(step):
-                last = step + 1 == plan.total_steps
-                stop = self._evaluate(epoch, link.version, link.params, last=last)
-                if stop:
-                    break
+            if plan.ends_epoch(step) and self._end_epoch(step, link):
+                break
+            host.saver.look(link.version)
+        host.saver.finish(link.version)
         return self._result(link.params, link.version)
+
+    def _end_epoch(self, step: int, link: SyncLink) -> bool:
+        """After the last step of an epoch; whether it was the job's last."""
+        epoch = self.plan.locate(step)[0]
+        last = step + 1 >= self.plan.total_steps
+        return self._evaluate(epoch, link.version, link.params, last=last)
 
     def _read_ahead(self, step: int) -> None:
         if step < self.plan.total_steps:
@@ -148,24 +165,33 @@ class Trainer:
         host = self.host
         link: AsyncLink = host.link
         replicas = host.plan.replicas
-        epoch = 0
+        epoch = host.begin.epochs
+        if host.begin.finished:
+            host.barrier(epoch, "finished")
+            return self._pulled(link, replicas[0])
         while True:
             host.epoch = epoch
+            for replica in replicas:
+                link.pull(replica)
             turn = {replica: link.take(replica, epoch) for replica in replicas}
             while any(batch is not None for batch in turn.values()):
                 for replica, batch in turn.items():
                     if batch is not None:
                         turn[replica] = self._push(link, replica, batch)
+                        host.saver.look(link.version(replica))
             # All gradients of the epoch are applied everywhere once all hosts are here.
             host.barrier(epoch, "trained")
             link.pull(replicas[0])
             last = host.is_chief and link.exhausted
             version, params = link.version(replicas[0]), link.params(replicas[0])
             if self._evaluate(epoch, version, params, last=last):
+                host.saver.finish(version)
                 return self._result(params, version)
             epoch += 1
-            for replica in replicas[1:]:
-                link.pull(replica)
+
+    def _pulled(self, link: AsyncLink, replica: int) -> dict[str, Any] | None:
+        link.pull(replica)
+        return self._result(link.params(replica), link.version(replica))
 
     def _push(self, link: AsyncLink, replica: int, batch: Batch) -> Batch | None:
         self.host.check()
@@ -197,7 +223,7 @@ class Trainer:
         if self._takes_rng:
             key = [self.spec.seed, _STEP, replica, step]
             kwargs["rng"] = np.random.default_rng(key)
-        self.host.computing(replica)
+        self.host.computing(replica, batch)
         try:
             answer = self.model.loss_and_grads(params, (x, y), **kwargs)
             loss = self._accept(answer, out)
@@ -282,7 +308,7 @@ class Trainer:
                 classification=data.classification,
                 version=version,
                 metrics=self.spec.metrics,
-                history=tuple(self.host.history or ()),
+                history=tuple(self.host.history),
             )
             try:
                 save(self.spec.output, saved)

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from dtrain.arrays import aligned_bytes, quiet, xp_of
-from dtrain.machines.shard import ShardMachine
+from dtrain.errors import ProtocolError
+from dtrain.machines.shard import Phase, ShardMachine
 from dtrain.messages import Abandon, Contribution, Flip, Pushed, Reduce, Reduced, Report, Verdict
 from dtrain.optim import Optimizer
 from dtrain.partition import Range, Shard
 from dtrain.runtime.arena import Arena
+from dtrain.runtime.points import at_point
 from dtrain.tree import reduce_into, scratch_needed
 
 #: Elements per piece of work: several passes over 128 KiB of float32 stay in the L2 cache.
@@ -154,6 +156,23 @@ def private_slots(
     ]
 
 
+def fill_slots(slots: Sequence[Mapping[str, Any]], values: Mapping[str, Flat] | None) -> None:
+    """Begin with these; ``values``: slot name -> one flat array per range."""
+    for name, arrays in (values or {}).items():
+        for target, source in zip(slots, arrays, strict=True):
+            target[name][...] = source
+
+
+#: What a shard is at one version: its parameters, one flat array per range, and likewise its slots.
+Contents = tuple[list[Any], dict[str, list[Any]]]
+
+
+def contents(params: Flat, slots: Sequence[Mapping[str, Any]]) -> Contents:
+    """Private copies."""
+    names = slots[0] if slots else ()
+    return [p.copy() for p in params], {n: [of[n].copy() for of in slots] for n in names}
+
+
 class SyncShard:
     """A shard under synchronous training: double-buffered, flipped by the step's verdict.
 
@@ -164,6 +183,8 @@ class SyncShard:
         it, because what is being sent must not be written to.
     report : callable
         Tells the lead that a step is reduced; called with the arena's lock held.
+    slots : mapping of str to list of ndarray, optional
+        What the optimizer has gathered so far; as at the start if not given.
     """
 
     def __init__(
@@ -176,6 +197,7 @@ class SyncShard:
         *,
         publish: bool,
         report: Callable[[Reduced], None],
+        slots: Mapping[str, Flat] | None = None,
     ) -> None:
         self.arena = arena
         self.index = shard.index
@@ -184,8 +206,9 @@ class SyncShard:
         self.publish = publish
         self._report = report
         self._params = [cut(buffer, shard.ranges) for buffer in arena.buffers]
-        slots = private_slots(optimizer, shard.ranges, 2)
-        self._updater = Updater(shard.ranges, optimizer, replicas, self._params, slots)
+        self._slots = private_slots(optimizer, shard.ranges, 2)
+        fill_slots(self._slots[machine.version % 2], slots)
+        self._updater = Updater(shard.ranges, optimizer, replicas, self._params, self._slots)
         #: replica -> its gradient of the step being gathered
         self._grads: dict[int, Pieces] = {}
         self._pending: Flat | None = None
@@ -205,7 +228,22 @@ class SyncShard:
         """A gradient, cut as :meth:`push` takes it; views."""
         return self._updater.pieces(flat)
 
+    @property
+    def reported(self) -> bool:
+        """Whether the version after this one lies in the other buffer, for the verdict to come."""
+        return self.machine.phase is Phase.REPORTED
+
+    def contents(self, version: int) -> Contents:
+        """What the shard is at a version that it has."""
+        if version != self.version and not (version == self.version + 1 and self.reported):
+            raise ProtocolError(
+                f"shard {self.index}: version {version} is wanted, found {self.version}, "
+                f"{self.machine.phase.value}"
+            )
+        return contents(self._params[version % 2], self._slots[version % 2])
+
     def push(self, event: Pushed, grads: Mapping[int, Pieces], *, busy: bool = False) -> None:
+        self.arena.commits()
         fresh = self.machine.new(event)
         commands = self.machine.handle(event, time.monotonic())
         for contribution in fresh:
@@ -215,6 +253,7 @@ class SyncShard:
             self.arena.queue(partial(self._reduce, command), busy=busy)
 
     def decide(self, verdict: Verdict) -> None:
+        self.arena.commits()
         for command in self.machine.handle(verdict, time.monotonic()):
             if isinstance(command, Abandon):
                 self.arena.fail(StepRefused(command.problem))
@@ -238,6 +277,7 @@ class SyncShard:
 
     def _reduce(self, command: Reduce) -> None:
         step = command.step
+        at_point("applying")
         with quiet():
             culprit = self._updater.reduce(step, command.members, command.weights, self._grads)
         problem = None
@@ -247,6 +287,7 @@ class SyncShard:
             self._pending = [p.copy() for p in self._params[(step + 1) % 2]]
         event = Reduced(self.machine.generation, step, self.index, problem)
         with self.arena.lock:
+            self.arena.commits()
             for answer in self.machine.handle(event, time.monotonic()):
                 assert isinstance(answer, Report)
                 self._report(answer.event)
@@ -268,17 +309,27 @@ class AsyncShard:
     Its lock is held during array maths, so it is never taken in the event loop.
     """
 
-    def __init__(self, arena: Arena, shard: Shard, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        shard: Shard,
+        optimizer: Optimizer,
+        *,
+        version: int = 0,
+        slots: Mapping[str, Flat] | None = None,
+    ) -> None:
+        self.arena = arena
         self.index = shard.index
         self.ranges = shard.ranges
         #: updates applied
-        self.version = 0
+        self.version = version
         #: replica -> the number of its last gradient, so that a repeated one is recognised
         self._last: dict[int, int] = {}
         self._lock = threading.Lock()
         self._params = cut(arena.buffers[0], shard.ranges)
-        slots = private_slots(optimizer, shard.ranges, 1)
-        self._updater = Updater(shard.ranges, optimizer, 1, [self._params], slots)
+        self._slots = private_slots(optimizer, shard.ranges, 1)
+        fill_slots(self._slots[0], slots)
+        self._updater = Updater(shard.ranges, optimizer, 1, [self._params], self._slots)
 
     def push_pull(
         self, replica: int, request: int, version: int, grads: Flat | None, into: Flat
@@ -290,6 +341,7 @@ class AsyncShard:
         copied and the age of the gradient: the updates applied between its pull and its apply.
         """
         with self._lock:
+            self.arena.commits()
             age = self.version - version
             if grads is not None and self._last.get(replica, -1) < request:
                 self._last[replica] = request
@@ -299,3 +351,13 @@ class AsyncShard:
             for source, target in zip(self._params, into, strict=True):
                 target[...] = source
             return self.version, age
+
+    @property
+    def last(self) -> Mapping[int, int]:
+        """Replica -> the number of its last gradient that was applied here."""
+        return self._last
+
+    def contents(self) -> tuple[int, Contents]:
+        """The version, and what the shard is then; array maths."""
+        with self._lock:
+            return self.version, contents(self._params, self._slots[0])

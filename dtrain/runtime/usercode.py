@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import cloudpickle
 
-from dtrain.errors import DataError, DeadlineError, DTrainError, StorageError
+from dtrain.errors import CheckpointError, DataError, DeadlineError, DTrainError, StorageError
 from dtrain.messages import Failure
 
 
@@ -39,7 +39,7 @@ def describe(error: BaseException, where: str) -> Failure:
         return Failure("USER_ERROR", words, text, _pickled(cause))
     if isinstance(error, DataError):
         return Failure("DATA_ERROR", f"{error} (at {where})", text)
-    if isinstance(error, StorageError):
+    if isinstance(error, StorageError | CheckpointError):
         return Failure("STORAGE", f"{error} (at {where})", text)
     if isinstance(error, DeadlineError):
         return Failure("DEADLINE", f"{error} (at {where})", text)

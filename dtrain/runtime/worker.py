@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,13 +20,14 @@ from distributed.protocol import to_serialize
 from distributed.utils import offload
 
 from dtrain._version import __version__
-from dtrain.errors import DataError, FencedError
+from dtrain.errors import DataError, DTrainError, FencedError
 from dtrain.messages import Contribution, Push, Reduced
-from dtrain.runtime import blas
+from dtrain.runtime import blas, process
 from dtrain.runtime.data import read_rows
+from dtrain.runtime.inputfile import FileRef, InputFiles
 from dtrain.runtime.rpc import answering, ask
-from dtrain.runtime.transport.meeting import describe, forget
-from dtrain.runtime.transport.segment import sweep_all
+from dtrain.runtime.transport.meeting import forget
+from dtrain.runtime.transport.segment import Spare, answers, owned, sparing_answerers, sweep_all
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -37,6 +39,9 @@ logger = logging.getLogger("dtrain.worker")
 
 #: Seconds that a replica has to leave its loop when its worker closes; Dask gives it about 4.
 _LEAVE = 2.0
+
+#: Seconds between two looks for a chunk that is being computed anew.
+_RETRY = 0.1
 
 #: How many jobs that were stopped are remembered.
 _STOPS = 100
@@ -63,19 +68,36 @@ class WorkerService:
         self.address: str = worker.address
         #: job id -> its newest generation here
         self.hosts: dict[str, Host] = {}
+        #: job id -> the generation before, whose shards the newest has still to take over
+        self.former: dict[str, Host] = {}
+        #: the jobs that had a part here, until the master says that they are over
+        self._jobs: set[str] = set()
         #: job id -> up to which generation it was stopped, maybe before it began here, and why
-        self._stops: dict[str, tuple[int, str]] = {}
+        self._stops: dict[str, tuple[int, str, bool]] = {}
         self._arrival = asyncio.Condition()
         #: chunk -> the worker it was last seen at; a hint, renewed when it fails
         self._holders: dict[Any, str] = {}
+        self.files = InputFiles(self.address, self._scheduler_address)
         self.handlers = {
             "dtrain_stop": self.stop,
             "dtrain_initial": self.initial,
+            "dtrain_first": self.first,
+            "dtrain_report": self.report,
+            "dtrain_shard": self.shard,
+            "dtrain_drop": self.drop,
+            "dtrain_forget": self.forget,
+            "dtrain_look": self.look,
             "dtrain_push": self.push,
             "dtrain_reduced": self.reduced,
             "dtrain_push_pull": self.push_pull,
             "dtrain_take": self.take,
             "dtrain_rows": self.rows,
+            "dtrain_open_input": self.files.open_input,
+            "dtrain_begin_input": self.files.begin_input,
+            "dtrain_write_input": self.files.write_input,
+            "dtrain_end_input": self.files.end_input,
+            "dtrain_forget_input": self.files.forget_input,
+            "dtrain_input_rows": self.files.input_rows,
         }
 
     # -- life ----------------------------------------------------------------------------------
@@ -87,7 +109,7 @@ class WorkerService:
             self.worker.handlers[op] = answering(cast(Callable[..., Any], handler))
         self.worker.metrics["dtrain"] = self.summary
         # What jobs before left here, whose workers all died at once.
-        for swept in await offload(sweep_all):
+        for swept in await offload(sweep_all, await self._spare()):
             logger.info("%s: removed shared memory that nobody holds: %s", self.address, swept)
         await ask(
             self.worker.scheduler,
@@ -96,6 +118,7 @@ class WorkerService:
             address=self.address,
             version=__version__,
             blas=await offload(blas.describe),
+            process=process.identity(),
         )
 
     async def close(self) -> None:
@@ -103,11 +126,51 @@ class WorkerService:
         self.worker.metrics.pop("dtrain", None)
         _services.pop(self.address, None)
         for host in list(self.hosts.values()):
-            host.stop("its worker is closing")
+            host.stop("its worker is closing", over=False)
             # What a thread still looks at is not closed under it; the process goes soon anyway.
             left = await offload(lambda host=host: host.left.wait(_LEAVE))
             await offload(host.close if left else host.abandon)
+        # Those whose threads have left already are not among the hosts any more.
+        jobs = self._jobs.copy()
         self.hosts.clear()
+        self.former.clear()
+        # What is shared outlives this worker, for those that go on; without a scheduler nobody can.
+        shared = bool(jobs or self.files.names)
+        alone = shared and not await offload(answers, self._scheduler_address())
+        if alone:
+            for job in jobs:
+                await offload(forget, job)
+            for name in self.files.names:
+                await offload(self.files.forget, name)
+        await offload(self.files.close)
+
+    async def _spare(self) -> Spare:
+        """What a sweep leaves: the files of jobs that are not over, here or on another cluster.
+
+        Workers that are started anew will want them, though nobody has them mapped now.
+        """
+        names = await offload(owned)
+        alive: set[str] | None = set()
+        if names:
+            try:
+                found = await ask(self.worker.scheduler, "dtrain_alive", 10.0, names=names)
+                alive = set(found)
+            except (OSError, DTrainError):
+                alive = None
+        answering, own = sparing_answerers(), self._scheduler_address()
+
+        def spare(name: str, owner: str) -> bool:
+            if not owner:
+                return False
+            # One that has come since the question was asked is left to the next sweep.
+            if alive is None or name in alive or name not in names:
+                return True
+            return owner != own and answering(name, owner)
+
+        return spare
+
+    def _scheduler_address(self) -> str:
+        return str(self.worker.scheduler.address)
 
     async def summary(self, worker: Any) -> dict[str, Any]:
         """What the heartbeat carries to the master, free of charge."""
@@ -142,16 +205,46 @@ class WorkerService:
             )
         host = Host(self, launch)
         self.hosts[launch.job] = host
-        generation, why = self._stops.get(launch.job, (0, ""))
+        self._jobs.add(launch.job)
+        # Whoever had a chunk may have died since.
+        self._holders.clear()
+        generation, why, over = self._stops.get(launch.job, (0, "", False))
         if generation >= launch.generation:
-            host.stop(why)
+            host.stop(why, over=over)
         self.start(self._announce())
+        if known is not None:
+            self._succeed(known, launch)
         return host
+
+    def _succeed(self, known: Host, launch: Launch) -> None:
+        """A new generation begins where another still is: that one leaves first, if it can.
+
+        User code cannot be told to leave; after the grace time the two are here together.
+        """
+        if known.has_shards:
+            # Else that is still the one before it, if there is one.
+            self.former[launch.job] = known
+        known.stop("another generation of the job has begun", over=False)
+        known.left.wait(launch.settings.stop_grace)
+
+    def drop_former(self, host: Host) -> None:
+        """The generation of ``host`` has begun: nobody needs the one before any more."""
+        self.former.pop(host.launch.job, None)
+
+    def of_generation(self, job: str, generation: int) -> Host:
+        """The host of a generation of a job, also of one that has ended."""
+        for host in (self.hosts.get(job), self.former.get(job)):
+            if host is not None and host.launch.generation == generation:
+                return host
+        raise FencedError(f"job {job}, generation {generation}: not at {self.address}")
 
     def release(self, host: Host) -> None:
         host.close()
         if self.hosts.get(host.launch.job) is host:
             del self.hosts[host.launch.job]
+            if host.has_shards:
+                # The next generation may want what it has committed.
+                self.former[host.launch.job] = host
         if not self.hosts:
             self._holders.clear()
 
@@ -167,27 +260,35 @@ class WorkerService:
 
         return self.start(find()).result(60.0)
 
+    def input(self, ref: FileRef) -> np.ndarray | None:
+        """The bytes of a job's input file, mapped; None if it is not on this machine."""
+        return self.files.open(ref)
+
     def fetch_rows(
-        self, wanted: Mapping[Any, np.ndarray], deadline: float
+        self, wanted: Mapping[Any, np.ndarray], deadline: float, patience: float
     ) -> Future[dict[Any, np.ndarray]]:
-        """Rows of chunks, wherever they are."""
-        return self.start(self._fetch_rows(wanted, deadline))
+        """Rows of chunks, wherever they are; ``patience``: seconds for those that were lost."""
+        return self.start(self._fetch_rows(wanted, deadline, patience))
 
     async def _fetch_rows(
-        self, wanted: Mapping[Any, np.ndarray], deadline: float
+        self, wanted: Mapping[Any, np.ndarray], deadline: float, patience: float
     ) -> dict[Any, np.ndarray]:
         here = {key: rows for key, rows in wanted.items() if key in self.worker.data}
         found = await read_rows(self.worker.data, here)
         away = [key for key in wanted if key not in here]
-        if not away:
-            return found
-        try:
-            found.update(await self._fetch_away(away, wanted, deadline))
-        except (OSError, DataError):
-            # A chunk may have moved: Dask computes lost ones anew elsewhere.  Look once more.
-            for key in away:
-                self._holders.pop(key, None)
-            found.update(await self._fetch_away(away, wanted, deadline))
+        until = time.monotonic() + patience
+        while away:
+            try:
+                found.update(await self._fetch_away(away, wanted, deadline))
+                break
+            except (OSError, DataError) as error:
+                # A chunk may have moved, or be lost: Dask computes it anew, if it can.
+                for key in away:
+                    self._holders.pop(key, None)
+                lost = await self.ask_master("dtrain_lost", deadline, keys=away)
+                if lost is not None or time.monotonic() > until:
+                    raise DataError(lost or str(error)) from error
+            await asyncio.sleep(_RETRY)
         return found
 
     async def _fetch_away(
@@ -250,30 +351,53 @@ class WorkerService:
             )
         return host
 
-    async def stop(self, job: str, generation: int, why: str) -> None:
-        self._stops[job] = generation, why
+    async def stop(self, job: str, generation: int, why: str, over: bool) -> None:
+        self._stops[job] = generation, why, over
         while len(self._stops) > _STOPS:
             del self._stops[next(iter(self._stops))]
         host = self.hosts.get(job)
-        if host is None:
-            # Its task has not begun here; a chief that has died may have left a file all the same.
-            await offload(forget, job, generation)
-        elif host.launch.generation <= generation:
-            host.stop(why)
+        if host is not None and host.launch.generation <= generation:
+            host.stop(why, over=over)
+
+    async def drop(self, job: str, before: int) -> None:
+        """Another generation has what those before it had committed."""
+        host = self.former.get(job)
+        if host is not None and host.generation < before:
+            del self.former[job]
+
+    async def forget(self, job: str, data: str | None) -> None:
+        """The job has ended: nothing of it is left on this machine."""
+        self._jobs.discard(job)
+        self.former.pop(job, None)
+        await offload(forget, job)
+        if data is not None:
+            await self.files.forget_input(data)
+
+    def look(self, processes: list[dict[str, Any]]) -> list[str]:
+        """What processes of this machine do; asked by the master of a neighbour."""
+        return [process.look(known).value for known in processes]
 
     async def initial(self, job: str, generation: int, wait: float) -> dict[str, Any] | None:
-        """The layout and the first version of the parameters, from the chief; None: not yet."""
+        """Where the generation begins, and where its hosts meet, from the chief; None: not yet."""
         if not await self._present(job, generation, wait):
             return None  # its task has not begun; the master has a deadline for that
         host = await self._host(job, generation)
-        values = await host.initial(wait)
-        if values is None:
-            return None
-        layout, buffer, met = values
+        return await host.answers.initial(wait)
+
+    async def first(self, job: str, generation: int, shards: list[int]) -> dict[str, Any]:
+        """The parameters that the generation begins with, and the slots of some shards."""
+        return (await self._host(job, generation)).answers.first(shards)
+
+    async def report(self, job: str, generation: int, freeze: bool) -> dict[str, Any]:
+        return self.of_generation(job, generation).answers.report(freeze=freeze)
+
+    async def shard(self, job: str, generation: int, shard: int, version: int) -> dict[str, Any]:
+        host = self.of_generation(job, generation)
+        found = await offload(host.answers.shard, shard, version)
         return {
-            "layout": layout.to_dict(),
-            "buffer": to_serialize(buffer),
-            "meeting": describe(met),
+            "version": found["version"],
+            "params": [to_serialize(a) for a in found["params"]],
+            "slots": {name: [to_serialize(a) for a in of] for name, of in found["slots"].items()},
         }
 
     async def push(
@@ -289,14 +413,14 @@ class WorkerService:
         """Take gradients of ``step``; answer with the next version of the shard; None: not yet."""
         host = await self._host(job, generation, wait)
         parts = tuple(Contribution(*c) for c in contributions)
-        return await host.pushed(shard, step, parts, grads, wait)
+        return await host.answers.pushed(shard, step, parts, grads, wait)
 
     async def reduced(
         self, job: str, generation: int, step: int, shard: int, problem: str | None, wait: float
     ) -> list[Any] | None:
         """A shard's report to the lead; answered with the verdict; None: not yet."""
         host = await self._host(job, generation, wait)
-        return await host.reported(Reduced(generation, step, shard, problem), wait)
+        return await host.answers.reported(Reduced(generation, step, shard, problem), wait)
 
     async def push_pull(
         self,
@@ -320,7 +444,7 @@ class WorkerService:
             epoch,
             grads,
         )
-        reply = await offload(lambda: host.push_pulled(shard, push))
+        reply = await offload(lambda: host.answers.push_pulled(shard, push))
         return {**reply, "params": [to_serialize(array) for array in reply["params"]]}
 
     async def take(
@@ -328,7 +452,7 @@ class WorkerService:
     ) -> tuple[int, int, int] | None:
         """The next batch of a replica (asynchronous mode)."""
         host = await self._host(job, generation, 1.0)
-        return host.taken(replica, request, epoch)
+        return host.answers.taken(replica, request, epoch)
 
     async def rows(self, keys: list[Any], rows: list[np.ndarray]) -> list[Any]:
         """Rows of chunks that this worker holds."""

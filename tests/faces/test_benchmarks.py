@@ -72,7 +72,7 @@ def test_sync_measures_all_sides_in_one_environment():
 @pytest.mark.cluster
 def test_async_measures_peers_and_what_a_slow_replica_leaves_of_the_other():
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    quick = ["--rounds", "1", "--steps", "40", "--epochs", "2", "--seconds", "0.05"]
+    quick = ["--rounds", "1", "--steps", "200", "--epochs", "2", "--seconds", "0.05"]
     # A Python that has no TensorFlow: the rest is measured all the same.
     peers = ["--peers", "--tensorflow", without_tensorflow()]
     done = run("async", "--model", "small", *quick, *peers, "--slow", "3", "--json")

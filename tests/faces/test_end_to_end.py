@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import dtrain
+from dtrain.models import Linear
 from tests.conftest import until
 from tests.faces.shell import DTRAIN, OTHER, WITHOUT, Command, Shell, Site, site
 
@@ -153,11 +154,12 @@ def job_of(words: str) -> str:
     return found[1]
 
 
-def starts(shell: Shell, *args: str) -> tuple[Command, str]:
+def starts(shell: Shell, *args: str, length: str = "steps = 10_000") -> tuple[Command, str]:
     """An attached submit of a paced job that has begun to train, and the job's id."""
     log = shell.folder / "err"
     with log.open("wb") as err:
-        command = shell.start(DTRAIN, "submit", *args, paced(shell), stderr=err.fileno())
+        file = paced(shell, length)
+        command = shell.start(DTRAIN, "submit", *args, file, stderr=err.fileno())
     training(shell)
     return command, job_of(log.read_text())
 
@@ -346,9 +348,25 @@ def test_data_that_does_not_fit_is_refused_on_a_cluster_of_ones_own(shell):
 
 
 def test_a_worker_that_is_killed(shell):
-    command, job = starts(shell)
-    victim = sorted(training(shell))[0]
-    os.kill(victim, signal.SIGKILL)
+    """The job goes on without it, and the user gets what was asked for."""
+    command, job = starts(shell, "--output", "model", length="steps = 40")
+    os.kill(sorted(training(shell))[0], signal.SIGKILL)
+    ended = command.end(30.0)
+    err = (shell.folder / "err").read_text()
+    assert ended.code == 0, (ended, err)
+    assert TRACEBACK not in err
+    assert f"job {job}" in ended.out + err
+    found = dtrain.load(shell.folder / "model", model=Linear(2))
+    whole = shell.dtrain("submit", "--output", "whole", paced(shell, "steps = 40"))
+    assert whole.code == 0, whole
+    expected = dtrain.load(shell.folder / "whole", model=Linear(2))
+    assert found.version == expected.version == 40
+    assert found.params["w"].tobytes() == expected.params["w"].tobytes()
+
+
+def test_a_worker_that_is_killed_ends_a_job_that_may_lose_none(shell):
+    command, job = starts(shell, length="steps = 10_000\n[recovery]\nmax_losses = 0")
+    os.kill(sorted(training(shell))[0], signal.SIGKILL)
     ended = command.end(12.0)
     err = (shell.folder / "err").read_text()
     assert (ended.code, ended.out) == (1, ""), (ended, err)

@@ -152,8 +152,53 @@ def test_a_learning_rate_may_be_a_schedule(spec, text, schedule):
 
 def test_what_is_not_given_is_left_to_the_job(spec):
     job = load_job(spec(NPZ))
-    assert job.given == {"mode", "name"}
+    assert job.given - {"recovery"} == {"mode", "name"}
     assert (job.mode, job.name) == ("sync", None)
+    assert getattr(job, "recovery", dtrain.Recovery()) == dtrain.Recovery()
+
+
+def test_recovery_and_checkpoint_are_tables(spec, tmp_path):
+    job = load_job(
+        spec(
+            NPZ
+            + '[checkpoint]\ndir = "saved"\nevery = 100\nkeep = 2\nresume = true\n'
+            + '[recovery]\nmax_losses = 0\nmin_workers = 2\ndeadline = "30s"\n'
+        )
+    )
+    assert job.recovery == dtrain.Recovery(max_losses=0, min_workers=2, deadline="30s")
+    # Relative to the file.
+    assert job.checkpoint == dtrain.Checkpoint(str(tmp_path / "saved"), every=100, keep=2)
+    assert job.resume is True
+
+
+def test_a_part_of_a_table_leaves_the_rest_to_the_job(spec):
+    job = load_job(
+        spec(NPZ + '[checkpoint]\ndir = "s3://bucket/saved"\n[recovery]\nmin_workers = 3\n')
+    )
+    assert job.recovery == dtrain.Recovery(min_workers=3)
+    assert job.checkpoint == dtrain.Checkpoint("s3://bucket/saved")
+    assert not job.resume
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("[recovery]\nmax_losses = -1", "recovery.max_losses"),
+        ("[recovery]\nmin_workers = 0", "recovery.min_workers"),
+        ('[recovery]\ndeadline = "soon"', "deadline"),
+        ("[recovery]\nmax_loss = 1", "max_losses"),
+        ("[checkpoint]\nevery = 10", "checkpoint.dir"),
+        ('[checkpoint]\ndir = "saved"\nevery = 0', "checkpoint.every"),
+        ('[checkpoint]\ndir = "saved"\nkeep = 0', "checkpoint.keep"),
+        ('[checkpoint]\ndir = "saved"\nresume = "yes"', "checkpoint.resume"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused_by_key(spec, table, words):
+    path = spec(NPZ + table + "\n")
+    with pytest.raises(SpecError) as caught:
+        load_job(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_arguments_replace_name_and_output(spec, tmp_path, monkeypatch):

@@ -324,3 +324,157 @@ def test_nothing_of_a_past_epoch_is_handed_out():
 @pytest.mark.parametrize("event", [Take(0, 0, 2, 1), Take(2, 0, 1, 0)])
 def test_another_generation_is_fenced(event):
     refuses(drained(), event, FencedError, match="expected generation 1")
+
+
+# -- a new generation --------------------------------------------------------------------------
+
+
+class Generations:
+    """An asynchronous job whose generations end at any time; what is applied is known."""
+
+    def __init__(self, plan, rng):
+        self.plan, self.rng = plan, rng
+        self.cursor = Cursor(plan, 1)
+        self.applied = []
+        self.begin(0)
+
+    def begin(self, epoch):
+        every = range(self.plan.replicas)
+        self.epoch = epoch
+        self.request = dict.fromkeys(every, 0)
+        #: what each has and has not applied
+        self.has = dict.fromkeys(every)
+        self.active = set(every)
+
+    def turn(self):
+        """One replica applies what it has, or takes another; at the end, the next epoch begins."""
+        if not self.active:
+            self.epoch += 1
+            self.active = set(self.request)
+        i = self.rng.choice(sorted(self.active))
+        if self.has[i] is not None:
+            self.applied.append(self.has[i])
+            self.has[i] = None
+            return
+        event = Take(self.cursor.generation, i, self.request[i], self.epoch)
+        (batch,) = self.cursor.handle(event, 0.0)
+        self.request[i] += 1
+        self.has[i] = batch
+        if batch is None:
+            self.active.discard(i)
+
+    def end(self):
+        """Everybody dies; who has applied the last batch that it was given is known."""
+        asked = {i for i in self.request if self.cursor.outstanding(i) is not None}
+        done = {i for i in asked if self.has[i] is None}
+        back = {self.has[i] for i in asked - done}
+        before = list(self.cursor.state)
+        words = Cursor.recovered(self.plan, self.cursor.state, done)
+        assert list(self.cursor.state) == before, "the old state was changed"
+        assert len(words) == Cursor.words(self.plan.replicas)
+        old, self.cursor = self.cursor, Cursor(self.plan, self.cursor.generation + 1, words)
+        cursor = self.cursor
+        assert (cursor.epoch, cursor.open) == (old.epoch, 0)
+        assert cursor.handed == old.handed - len(back) == len(self.applied)
+        assert cursor.left == old.left + len(back)
+        for i in range(self.plan.replicas):
+            assert cursor.outstanding(i) is None
+            assert cursor.requested(i) == 0
+        self.begin(self.epoch)
+        if self.epoch > cursor.epoch:
+            # All had passed the barrier, and nobody had asked for more.
+            assert back == set()
+        return back
+
+    @property
+    def over(self):
+        if self.plan.steps is not None:
+            return len(self.applied) == self.plan.steps
+        return len(self.applied) == self.plan.epochs * self.plan.batches_per_epoch
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans() | plans(most_steps=40), st.randoms(use_true_random=False))
+def test_each_batch_is_applied_once_whenever_generations_end(plan, rng):
+    job = Generations(plan, rng)
+    ends = rng.randint(1, 8)
+    for _ in range(10_000):
+        if job.over:
+            break
+        job.turn()
+        if ends and rng.random() < 0.2:
+            ends -= 1
+            job.end()
+    assert job.over
+    assert len(set(job.applied)) == len(job.applied)
+    for epoch in range(job.epoch):
+        mine = {(b.part, b.index) for b in job.applied if b.epoch == epoch}
+        assert mine == {(p, i) for p in range(plan.replicas) for i in range(plan.batches(p))}
+    # One more death, and still there is nothing left to do.
+    job.end()
+    assert job.cursor.left == 0
+    assert job.cursor.exhausted
+
+
+def test_what_came_back_is_taken_first_by_whoever_asks():
+    plan = Plan(rows=24, replicas=3, batch_size=2, epochs=1)
+    cursor = Cursor(plan, 1)
+    assert [take(cursor, i, 0).part for i in range(3)] == [0, 1, 2]
+    assert take(cursor, 0, 1) == Batch(0, 0, 1)
+    # Replica 1 has applied its batch; the others have not.
+    words = Cursor.recovered(plan, cursor.state, {1})
+    after = Cursor(plan, 1, words)
+    assert after.left == 10
+    assert {take(after, 1, 0), take(after, 1, 1)} == {Batch(0, 0, 1), Batch(0, 2, 0)}
+    # Then its own part goes on where it was.
+    assert take(after, 1, 2) == Batch(0, 1, 1)
+    assert take(after, 0, 0) == Batch(0, 0, 2)
+    assert take(after, 2, 0) == Batch(0, 2, 1)
+
+
+def test_what_is_outstanding_and_applied_does_not_come_again():
+    plan = Plan(rows=4, replicas=2, batch_size=2, epochs=1)
+    cursor = Cursor(plan, 1)
+    take(cursor, 0, 0), take(cursor, 1, 0)
+    after = Cursor(plan, 1, Cursor.recovered(plan, cursor.state, {0, 1}))
+    assert after.drained
+    assert [take(after, i, 0) for i in range(2)] == [None, None]
+
+
+def test_a_pool_outlives_a_second_death():
+    plan = Plan(rows=12, replicas=3, batch_size=2, epochs=1)
+    cursor = Cursor(plan, 1)
+    for i in range(3):
+        take(cursor, i, 0)
+    cursor = Cursor(plan, 1, Cursor.recovered(plan, cursor.state, ()))
+    # Two of the pool's three are out again when the next death comes.
+    first = {take(cursor, 0, 0), take(cursor, 1, 0)}
+    cursor = Cursor(plan, 1, Cursor.recovered(plan, cursor.state, {1}))
+    handed = [take(cursor, 2, n) for n in range(5)]
+    assert None not in handed
+    assert len(set(handed)) == 5
+    assert len(first & set(handed)) == 1
+    assert take(cursor, 2, 5) is None
+
+
+def test_a_last_answer_of_the_epoch_before_does_not_come_back():
+    cursor = Cursor(Plan(rows=4, replicas=2, batch_size=2, epochs=2), 1)
+    take(cursor, 0, 0), take(cursor, 1, 0)
+    assert [take(cursor, 0, 1), take(cursor, 1, 1)] == [None, None]
+    assert take(cursor, 0, 2, epoch=1) == Batch(1, 0, 0)
+    # Replica 1 has not begun: its last answer was "no more".
+    after = Cursor(cursor.plan, 1, Cursor.recovered(cursor.plan, cursor.state, ()))
+    assert after.left == 2
+    assert {take(after, 1, 0, epoch=1), take(after, 1, 1, epoch=1)} == {
+        Batch(1, 0, 0),
+        Batch(1, 1, 0),
+    }
+
+
+def test_a_new_generation_does_not_begin_an_epoch_while_a_batch_lies_in_the_pool():
+    plan = Plan(rows=4, replicas=2, batch_size=2, epochs=2)
+    cursor = Cursor(plan, 1)
+    take(cursor, 0, 0), take(cursor, 1, 0)
+    after = Cursor(plan, 1, Cursor.recovered(plan, cursor.state, {0}))
+    refuses(after, Take(1, 0, 0, 1), match="epoch 0 has 1 batches left and 0 open")
+    assert take(after, 0, 0) == Batch(0, 1, 0)

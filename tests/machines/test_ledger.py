@@ -3,9 +3,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.machines.cursor import Plan
 from dtrain.machines.ledger import Ledger
 
 commits = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 64), st.integers(0, 9)))
@@ -57,3 +58,41 @@ def test_accounts_of_several_hosts_add_up():
     assert (whole.applied, whole.duplicates, whole.samples) == (3, 3, [13, 4])
     assert dict(whole.staleness) == {0: 1, 2: 2}
     assert Ledger.total([]) == Ledger()
+
+
+@st.composite
+def plans(draw):
+    replicas = draw(st.integers(1, 6))
+    rows = draw(st.integers(replicas, 50))
+    steps = draw(st.none() | st.integers(1, 40))
+    return Plan(rows, replicas, draw(st.integers(1, 9)), draw(st.integers(1, 4)), steps)
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans(), st.data())
+def test_the_account_of_the_first_steps_is_that_of_committing_them_one_by_one(plan, data):
+    steps = data.draw(st.integers(0, plan.total_steps))
+    one_by_one = Ledger()
+    for step in range(steps):
+        epoch, index = divmod(step, plan.steps_per_epoch)
+        for part in range(plan.replicas):
+            if index < plan.batches(part):
+                one_by_one.commit(epoch, plan.samples(part, index), age=0)
+    found = Ledger.of_steps(plan, steps)
+    assert found.to_dict() == one_by_one.to_dict()
+    assert found == one_by_one
+    # Nothing that it is made of is shared with another.
+    found.commit(9, 1, 0)
+    assert Ledger.of_steps(plan, steps) == one_by_one
+
+
+@given(commits)
+def test_what_is_added_at_once_is_what_was_committed_one_by_one(made):
+    one_by_one, at_once = Ledger(), Ledger()
+    for epoch, samples, age in made:
+        one_by_one.commit(epoch, samples, age)
+    for epoch in range(5):
+        mine = [(samples, age) for e, samples, age in made if e == epoch]
+        if mine:
+            at_once.add(epoch, sum(n for n, _ in mine), Counter(age for _, age in mine))
+    assert at_once == one_by_one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import permutations
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from dtrain.errors import FencedError
 from dtrain.machines.cursor import Plan
-from dtrain.machines.rounds import Rounds
+from dtrain.machines.ledger import Ledger
+from dtrain.machines.rounds import Rounds, Totals
 from dtrain.messages import Contribution, Decide, Pushed, Reduced, Verdict
 from tests.machines.helpers import refuses
 
@@ -205,3 +207,58 @@ def test_it_begins_where_it_is_told_and_knows_since_when_it_waits():
     assert machine.since is None
     assert machine.ledger.samples == [0, 0, 4]
     refuses(machine, Reduced(3, 3, 0), match="expected step 5")
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 12), st.lists(st.floats(-1e6, 1e6), min_size=28, max_size=28))
+def test_a_generation_that_goes_on_is_a_job_that_was_never_cut(cut, losses):
+    """Its account, its sums and its verdicts have the same bits, wherever the cut was."""
+    plan = Plan(rows=13, replicas=3, batch_size=2, epochs=4)
+    drawn = iter(losses)
+    known = {(step, i): next(drawn) for step in range(12) for i in plan.members(step)}
+
+    def train(machine, until):
+        told = []
+        while machine.step < until:
+            step = machine.step
+            index = plan.locate(step)[1]
+            parts = [
+                part(i, known[step, i], samples=plan.samples(i, index)) for i in machine.expected
+            ]
+            told.append(commit(machine, *parts))
+            if plan.ends_epoch(step):
+                machine.take_totals()
+        return told
+
+    whole = rounds(plan)
+    told = train(whole, 12)
+    first = rounds(plan)
+    train(first, cut)
+    account, totals = Ledger.of_steps(plan, cut), replace(first.totals)
+    second = Rounds(
+        3,
+        cut,
+        2,
+        plan.replicas,
+        plan.members,
+        lambda step: plan.locate(step)[0],
+        ledger=account,
+        totals=totals,
+    )
+    assert train(second, 12) == told[cut:]
+    assert second.ledger == whole.ledger
+    assert second.ledger is account
+    assert second.totals == whole.totals
+
+
+def test_the_counters_of_the_steps_before_are_kept():
+    ledger = Ledger(applied=7, samples=[5, 4], duplicates=3, replayed=2, staleness=Counter({0: 7}))
+    machine = Rounds(
+        3, 3, 1, 2, PLAN.members, lambda step: PLAN.locate(step)[0], ledger, Totals(1.5, 2.0, 4)
+    )
+    commit(machine, part(1, loss=1.0))
+    machine.handle(pushed(3, part(1)), 0.0)
+    assert machine.ledger == Ledger(
+        applied=8, samples=[5, 6], duplicates=4, replayed=2, staleness=Counter({0: 8})
+    )
+    assert machine.take_totals() == Totals(2.5, 3.0, 6)

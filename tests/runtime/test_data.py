@@ -9,7 +9,8 @@ from distributed import wait
 
 import dtrain
 from dtrain.models import Linear, Logistic
-from dtrain.runtime.data import Parts
+from dtrain.runtime.data import ArrayRef, Parts, Rows
+from dtrain.runtime.inputfile import FileRef
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((400, 5)).astype(np.float32)
@@ -188,8 +189,6 @@ def test_rows_of_chunks_that_lie_badly(make):
     """They are copied row by row: never the whole chunk for one batch."""
     import tracemalloc
 
-    from dtrain.runtime.data import ArrayRef, Rows
-
     array = make(RNG.standard_normal((5000, 40)).astype(np.float32))
 
     class Service:
@@ -207,6 +206,34 @@ def test_rows_of_chunks_that_lie_badly(make):
     tracemalloc.stop()
     assert (out == array[chosen]).all()
     assert peak < array.nbytes / 10
+
+
+@pytest.mark.parametrize("strays", [False, True])
+def test_a_file_is_one_chunk_that_has_all_rows(strays):
+    """Whatever rows are asked for, nobody else is asked; they are copied from the mapping."""
+    memory = np.zeros(4096 + X.nbytes, np.uint8)
+    memory[4096:] = X.reshape(-1).view(np.uint8)
+    memory.flags.writeable = False
+
+    class Service:
+        """Has no other way to rows than this one."""
+
+        def input(self, ref):
+            return memory
+
+    ref = ArrayRef(X.shape, "<f4", (), (0, 400), FileRef("x", memory.nbytes, b"", 4096))
+    rows = Rows(ref, Service(), 1.0, strays=strays)
+    rows.open([(0, 10)])
+    assert rows.whole
+    out, chosen = rows.buffer(50), RNG.permutation(400)[:50]
+    assert rows.request(chosen) is None
+    rows.take(chosen, out, None)
+    assert out.tobytes() == X[chosen].tobytes()
+
+
+def test_a_worker_that_reads_nothing_maps_nothing():
+    ref = ArrayRef(X.shape, "<f4", (), (0, 400), FileRef("x", 8192, b"", 4096))
+    Rows(ref, None, 1.0).open([])
 
 
 def test_wide_integers_and_other_dtypes_train(threaded):

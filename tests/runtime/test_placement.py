@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dtrain.machines.membership import Member
-from dtrain.runtime.placement import place
+from dtrain.runtime.placement import better, place
 
 
 def members(count):
@@ -53,6 +53,34 @@ def test_every_replica_and_shard_has_one_home_and_the_load_is_even(seed):
     assert 0 in hosts[0].shards
     assert all(h.replicas or h.shards for h in hosts)
     assert place(ready, replicas, shards, lies) == hosts
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_chief_is_near_the_state_if_anybody_is(seed):
+    """Even where no rows lie near it; the load is as even as ever."""
+    rng = random.Random(seed)
+    workers, replicas, shards = rng.randint(1, 6), rng.randint(1, 8), rng.randint(1, 9)
+    ready = members(workers)
+    close = {w.address for w in rng.sample(ready, rng.randint(0, workers))}
+    lies = {i: {w.address: 9 for w in ready if w.address not in close} for i in range(replicas)}
+    hosts = place(ready, replicas, shards, lies, lambda member: member.address in close)
+    assert not close or hosts[0].address in close
+    assert hosts[0].replicas
+    assert hosts[0].shards[0] == 0
+    assert sorted(i for h in hosts for i in h.replicas) == list(range(replicas))
+    assert sorted(s for h in hosts for s in h.shards) == list(range(shards))
+    assert max(len(h.replicas) for h in hosts) == -(-replicas // workers)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "replicas", "is_better"),
+    [(1, 2, 2, True), (1, 2, 1, False), (2, 3, 2, False), (2, 3, 4, False), (2, 4, 4, True)],
+)
+def test_more_workers_are_better_where_the_busiest_has_fewer_replicas_then(
+    before, after, replicas, is_better
+):
+    hosts = place(members(before), replicas, 1, {})
+    assert better(hosts, after, replicas) is is_better
 
 
 def test_ten_thousand_workers_are_placed_in_seconds():

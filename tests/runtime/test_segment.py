@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -26,7 +28,7 @@ import pytest
 import dtrain.optim
 from dtrain.errors import DeadlineError, StorageError
 from dtrain.layout import Layout
-from dtrain.runtime.transport import meeting, segment, shm
+from dtrain.runtime.transport import meeting, segment, shmfile
 from dtrain.runtime.transport.segment import Bells, Locks, Segment
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
@@ -368,7 +370,7 @@ def test_a_host_removes_the_file_that_it_was_told_of(roots, tmp_path, monkeypatc
     """Its chief may have another temporary directory."""
     made = Segment.create("job-g1", 8192)
     monkeypatch.setattr(segment, "_roots", lambda: [tmp_path])
-    met = meeting.Meeting(str(made.path), 8192, made.token)
+    met = meeting.Meeting(str(made.path), 8192, made.token, {})
     launch = SimpleNamespace(job="job")
     meeting.leave(SimpleNamespace(meeting=met, launch=launch, generation=1))
     assert os.listdir(roots[0]) == []
@@ -455,6 +457,51 @@ def test_views_outlive_the_file(made):
     del view
     # The lock's handle, and with the last view the mapping's own.
     assert handles() == before - 2
+
+
+def test_read_only(made):
+    again = Segment(made.path, 8192, writable=False)
+    made.memory[5000] = 9
+    assert again.memory[5000] == 9
+    with pytest.raises(ValueError, match="read-only"):
+        again.memory[5000] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        again.memory.flags.writeable = True
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert sorted(line.split()[1] for line in maps if line.endswith(str(made.path))) == [
+        "r--s",
+        "rw-s",
+    ]
+    again.close()
+
+
+def test_nobody_shares_it_before_it_is_signed(roots):
+    made = Segment.create_as("input-1", 8192, owner=OWNER, disk_first=True)
+    assert made.path == roots[1] / NAME / "input-1"
+    secret = bytes(range(16))
+    assert not segment.is_it(str(made.path), 8192, segment.proof(secret))
+    made.sign(secret)
+    assert made.token == segment.proof(secret)
+    assert segment.is_it(str(made.path), 8192, segment.proof(secret))
+    assert not segment.is_it(str(made.path), 8192, segment.proof(bytes(16)))
+    made.close()
+    segment.discard("input")
+    segment.discard("../input-1")
+    assert made.path.exists()
+    segment.discard("input-1")
+    segment.discard("input-1")
+    assert os.listdir(roots[1]) == []
+
+
+def test_what_is_of_that_name_already_is_left_alone(roots):
+    """On a disk that two machines share it is the other one's."""
+    other = Segment.create_as("input-1", 8192, disk_first=True)
+    made = Segment.create_as("input-1", 8192, disk_first=True)
+    assert (other.path.parent.parent, made.path.parent.parent) == (roots[1], roots[0])
+    assert segment._files(other.path.parent).keys() == {"input-1"}
+    other.close()
+    made.close()
+    segment.discard("input-1")
 
 
 def test_no_handle_is_left(roots):
@@ -584,6 +631,169 @@ def test_sweep_finishes_an_interrupted_removal(roots, monkeypatch):
         monkeypatch.setattr(segment, "_roots", lambda: list(roots))
         assert segment.sweep_all() == [path.name]
         assert os.listdir(roots[0]) == []
+
+
+OWNER = "tcp://10.0.0.1:8786"
+
+
+def owned_by(owner: str, name: str = "job") -> Path:
+    made = Segment.create(name, 8192, owner=owner)
+    made.close()
+    age(beside(made.path, "held"))
+    return made.path
+
+
+def test_sweep_spares_what_is_wanted(roots):
+    """It asks by name and owner, and only for what it would remove."""
+    paths = [owned_by(owner, str(number)) for number, owner in enumerate(("", OWNER, OWNER))]
+    young = owned_by(OWNER, "young")
+    age(beside(young, "held"), 50)
+    held = Segment(owned_by(OWNER, "held"), 8192)
+    paths[0] = owned_by("", "0")
+    asked = []
+
+    def spare(name: str, owner: str) -> bool:
+        asked.append((name, owner))
+        return name == paths[1].name
+
+    assert segment.sweep_all(spare) == [paths[0].name, paths[2].name]
+    assert sorted(asked) == [(paths[0].name, ""), (paths[1].name, OWNER), (paths[2].name, OWNER)]
+    assert {paths[1].name, young.name, held.path.name} == set(segment._files(roots[0] / NAME))
+    assert set(segment.owned()) == {paths[1].name, young.name, held.path.name}
+    held.close()
+    for path in (paths[1], young, held.path):
+        segment.discard(path.name)
+    assert os.listdir(roots[0]) == []
+
+
+def test_sweep_spares_who_opens_it_while_its_owner_is_asked(roots):
+    path, opened = owned_by(OWNER), []
+
+    def spare(name: str, owner: str) -> bool:
+        opened.append(Segment(path, 8192))
+        return False
+
+    assert segment.sweep_all(spare) == []
+    assert path.exists()
+    opened[0].close()
+    assert segment.sweep_all(lambda name, owner: False) == [path.name]
+
+
+def test_to_open_waits_for_a_sweep_that_just_looks(made, monkeypatch):
+    """A sweep has the lock for an instant, to see whether anybody holds the file."""
+    made.close()
+    looks = os.open(beside(made.path, "held"), os.O_RDWR)
+    fcntl.flock(looks, fcntl.LOCK_EX)
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            fcntl.flock(looks, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(segment.time, "sleep", sleep)
+    again = Segment(made.path, 8192)
+    assert len(naps) == 3
+    again.close()
+    os.close(looks)
+
+
+@contextmanager
+def listening(family: socket.AddressFamily = socket.AF_INET) -> Iterator[int]:
+    with socket.create_server(("localhost", 0), family=family) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_new_job_spares_what_has_an_owner_that_answers(roots):
+    with listening() as port:
+        path = owned_by(f"tcp://localhost:{port}")
+        dead, nobodys = owned_by("tcp://localhost:1", "dead"), owned_by("", "nobody")
+        made = Segment.create("next", 8192)
+        assert set(segment._files(roots[0] / NAME)) == {path.name, made.path.name}
+        assert not dead.exists()
+        assert not nobodys.exists()
+        made.close()
+        segment.unlink(made.path)
+    assert segment.sweep_all() == [path.name]
+
+
+def test_each_owner_is_asked_once_and_not_without_end(monkeypatch):
+    asked = []
+
+    def answers(address):
+        asked.append(address)
+        return False
+
+    monkeypatch.setattr(segment, "answers", answers)
+    monkeypatch.setattr(segment, "_ANSWERS", 60.0)
+    spare = segment.sparing_answerers()
+    assert not spare("a", "tcp://a:1")
+    assert not spare("b", "tcp://a:1")
+    assert not spare("c", "")
+    assert asked == ["tcp://a:1"]
+    monkeypatch.setattr(segment, "_ANSWERS", -1.0)
+    assert segment.sparing_answerers()("d", "tcp://d:1"), "no time left: taken to be there"
+    assert asked == ["tcp://a:1"]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "ws", "wss"])
+def test_who_answers(scheme, monkeypatch):
+    with listening() as port:
+        address = f"{scheme}://localhost:{port}"
+        assert segment.answers(address)
+    assert not segment.answers(address)
+
+    def silent(place, timeout):
+        assert place == ("localhost", port)
+        assert timeout == 1.0
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    assert not segment.answers(address)
+
+
+def test_who_answers_at_other_addresses():
+    if socket.has_ipv6:
+        with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            assert segment.answers(f"tcp://[::1]:{server.getsockname()[1]}")
+    with Other() as other:
+        pid = other.do("result = os.getpid()")
+        assert segment.answers(f"inproc://127.0.0.1/{pid}/1")
+        other.kill()
+        assert not segment.answers(f"inproc://127.0.0.1/{pid}/1")
+    for wrong in ("inproc://x", "inproc://x/y/1", "inproc://x/0/1", "inproc://x/-1/1"):
+        assert not segment.answers(wrong)
+    for wrong in ("tcp://", "tcp://host", "tcp://host:port", "tcp://localhost:99999"):
+        assert not segment.answers(wrong)
+    # What it cannot ask is spared.
+    assert segment.answers("ucx://10.0.0.1:8786")
+
+
+def test_a_segment_says_whose_it_is_to_this_user_alone(roots):
+    path = owned_by(OWNER)
+    held = beside(path, "held")
+    assert held.read_text() == OWNER
+    assert stat.S_IMODE(held.lstat().st_mode) == 0o600
+    segment.unlink(path)
+    path = owned_by("")
+    assert beside(path, "held").read_text() == ""
+    assert segment.owned() == []
+    segment.unlink(path)
+
+
+def test_no_room_for_the_owner_is_no_room(roots, monkeypatch):
+    real = Path.write_text
+
+    def write_text(path, text):
+        if path.is_relative_to(roots[0]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    path = owned_by(OWNER)
+    assert path.parent.parent == roots[1]
+    assert os.listdir(roots[0]) == []
+    segment.unlink(path)
 
 
 def test_sweep_removes_locks_and_bells_of_no_segment(roots):
@@ -834,10 +1044,11 @@ def test_a_bell_is_not_closed_under_who_rings_it(made, monkeypatch):
 def test_no_two_writers_share_a_cache_line_and_nothing_overlaps(sync):
     layout = Layout.of({"w": np.zeros((300, 7), np.float32), "b": np.zeros(3)})
     optimizer = dtrain.optim.adam(1e-3)
-    plan = shm.Plan(layout, optimizer, 3, 2, sync=sync)
-    lines = [plan.version]
-    lines += [plan.replica_line + i * shm._LINE for i in range(3)]
-    lines += [plan.shard_line + i * shm._LINE for i in range(2)]
+    plan = shmfile.FilePlan(layout, optimizer, 3, 2, sync=sync)
+    lines = [plan.version, plan.verdict, plan.fence, *plan.totals]
+    lines += [plan.replica_line + i * shmfile.LINE for i in range(3)]
+    lines += [plan.mark_line + i * shmfile.LINE for i in range(3)]
+    lines += [plan.shard_line + i * shmfile.LINE for i in range(2)]
     lines.append(plan.cursor)
     assert [line * 8 % 64 for line in lines] == [0] * len(lines)
     assert lines == sorted(lines)

@@ -8,6 +8,7 @@ it used.  Names of machines have no part in it: containers share or hide them.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import StorageError
 from dtrain.runtime.transport import segment, shm
+from dtrain.runtime.transport.shmfile import FilePlan, initialise
 
 if TYPE_CHECKING:
     from dtrain.runtime.host import Host
@@ -33,6 +35,8 @@ class Meeting:
     path: str
     nbytes: int
     token: bytes
+    #: of the parameters in it, as :meth:`Layout.to_dict` gives it
+    layout: dict[str, Any]
 
 
 def call(host: Host) -> tuple[Meeting, segment.Segment] | None:
@@ -44,19 +48,26 @@ def call(host: Host) -> tuple[Meeting, segment.Segment] | None:
     """
     from dtrain.runtime.worker import service_at
 
-    elsewhere = [h for h in host.launch.hosts if service_at(h.address) is None]
     wanted = host.launch.settings.transport == "auto" and segment.ORDERED
-    if not elsewhere or not wanted or sys.platform == "win32":
+    if not wanted or sys.platform == "win32":
+        return None
+    # The file outlives its processes, so that it is worth it for one alone, too; but workers that
+    # are threads of one process die together with all that could go on.
+    together = host.service.address.startswith("inproc:")
+    if together and all(service_at(h.address) is not None for h in host.launch.hosts):
         return None
     plan = _plan(host)
     _check_limit(host, plan.nbytes)
     try:
-        made = segment.Segment.create(_name(host.launch.job, host.generation), plan.nbytes)
+        owner = str(host.service.worker.scheduler.address)
+        name = f"{host.launch.job}-g{host.generation}"
+        made = segment.Segment.create(name, plan.nbytes, owner=owner)
     except StorageError as error:
         logger.warning("job %s goes over the network: %s", host.launch.job, error)
         return None
-    shm.initialise(made.memory, plan, host.layout, host.optimizer, host.initial_buffer)
-    return Meeting(str(made.path), plan.nbytes, made.token), made
+    assert host.state is not None
+    initialise(made.memory, plan, host.state)
+    return Meeting(str(made.path), plan.nbytes, made.token, host.layout.to_dict()), made
 
 
 def find(described: dict[str, Any] | None) -> Meeting | None:
@@ -92,24 +103,25 @@ def join(host: Host, meeting: Meeting) -> shm.SharedArena:
 
 
 def leave(host: Host) -> None:
-    """The job is over here: its file goes; whoever has it mapped keeps it."""
+    """The file is of no use after all; whoever has it mapped keeps it."""
     if host.meeting is not None:
         segment.unlink(Path(host.meeting.path))
-    # The chief may have died between making the file and telling of it.
-    forget(host.launch.job, host.generation)
 
 
-def forget(job: str, generation: int) -> None:
-    """Remove the file of a generation of a job, wherever it is."""
-    segment.remove(_name(job, generation))
+def forget(job: str, before: int | None = None) -> None:
+    """Remove the files of a job on this machine, or of its generations before one."""
+    segment.remove_where(lambda name: _is_of(name, job, before))
 
 
-def _name(job: str, generation: int) -> str:
-    return f"{job}-g{generation}"
+def _is_of(name: str, job: str, before: int | None) -> bool:
+    match = re.fullmatch(r"(.*)-g([0-9]+)-[0-9a-f]{16}", name)
+    if match is None or match[1] != segment._word(job):
+        return False
+    return before is None or int(match[2]) < before
 
 
-def _plan(host: Host) -> shm.Plan:
-    return shm.Plan(
+def _plan(host: Host) -> FilePlan:
+    return FilePlan(
         host.layout,
         host.optimizer,
         host.launch.replicas,

@@ -7,7 +7,11 @@ later.  Whether two processes share a machine is found out by opening it, not by
 which containers share or hide.
 
 Files, for a segment called ``x``: ``x`` is mapped, ``x.held`` is locked by all who have it
-mapped, ``x.locks`` has the locks of its parts, and ``x.bell0``, ``x.bell1``, ... are the doorbells.
+mapped and says whose it is, ``x.locks`` has the locks of its parts, and ``x.bell0``, ``x.bell1``,
+... are the doorbells.
+
+A file may outlive all who have it mapped, to be found by those who come after them: its owner is
+the scheduler of its job, and a sweep spares it as long as that one wants it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import platform
 import re
 import secrets
 import select
+import socket
 import stat
 import tempfile
 import threading
@@ -30,6 +35,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -58,6 +64,16 @@ _TRIES = 100
 
 #: The longest that a wait for a lock sleeps between two looks.
 _NAP = 1e-3
+
+#: Seconds that an owner has to take a connection, and that all of them have in one sweep.
+_ANSWER = 1.0
+_ANSWERS = 3.0
+
+#: The most bytes of an owner's address that are read.
+_ADDRESS = 1000
+
+#: Whether a sweep leaves a file, by its name and its owner.
+Spare = Callable[[str, str], bool]
 
 
 @cache
@@ -131,17 +147,20 @@ class Segment:
     ----------
     path : pathlib.Path
     memory : ndarray of uint8, shape (nbytes,)
+        Read-only if it was not opened for writing.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, writable: bool = True) -> None:
         self.path = path
         # Held while mapped; a sweep takes only files that nobody holds.
-        self._held = os.open(_beside(path, "held"), os.O_RDWR | os.O_CLOEXEC)
+        self._held = _hold(path)
+        mode, access = (
+            (os.O_RDWR, mmap.ACCESS_WRITE) if writable else (os.O_RDONLY, mmap.ACCESS_READ)
+        )
         try:
-            fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            handle = os.open(path, mode | os.O_CLOEXEC)
             try:
-                self._map: mmap.mmap | None = mmap.mmap(handle, nbytes)
+                self._map: mmap.mmap | None = mmap.mmap(handle, nbytes, access=access)
             finally:
                 os.close(handle)
         except BaseException:
@@ -150,30 +169,53 @@ class Segment:
         self.memory = np.frombuffer(self._map, np.uint8)
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
+    def create(
+        cls, name: str, nbytes: int, *, owner: str = "", disk_first: bool = False
+    ) -> Segment:
         """Make a new file of ``nbytes``; falls back to the disk where memory has no room.
 
-        Raises StorageError where neither has, or where what should be our directory is not.
+        Parameters
+        ----------
+        name : str
+            The beginning of the file's name.
+        nbytes : int
+        owner : str
+            The address of the scheduler whose job it is, for :func:`sweep`.
+        disk_first : bool
+            The temporary directory is the better place, and memory the second.
+
+        Raises
+        ------
+        StorageError
+            Neither has room, or what should be our directory is not.
         """
-        problems = []
-        for root in _roots():
-            try:
-                segment = cls._make(root, f"{_word(name)}-{secrets.token_hex(8)}", nbytes)
-            except OSError as error:
-                problems.append(f"{root}: {error.strerror or error}")
-                continue
-            token = secrets.token_bytes(TOKEN - 16) + machine()
-            segment.memory[:TOKEN] = np.frombuffer(token, np.uint8)
-            return segment
-        reasons = "; ".join(problems)
-        raise StorageError(f"shared memory of {nbytes / 1e6:.0f} MB has no place: {reasons}")
+        full = f"{_word(name)}-{secrets.token_hex(8)}"
+        made = cls.create_as(full, nbytes, owner=owner, disk_first=disk_first)
+        made.sign(secrets.token_bytes(TOKEN - 16))
+        return made
 
     @classmethod
-    def _make(cls, root: Path, name: str, nbytes: int) -> Segment:
+    def create_as(
+        cls, full: str, nbytes: int, *, owner: str = "", disk_first: bool = False
+    ) -> Segment:
+        """The same with the whole name of the file; nobody can share it until it is signed."""
+        problems = []
+        for root in reversed(_roots()) if disk_first else _roots():
+            try:
+                return cls._make(root, full, nbytes, owner)
+            except OSError as error:
+                problems.append(f"{root}: {error.strerror or error}")
+        kind = "a file" if disk_first else "shared memory"
+        reasons = "; ".join(problems)
+        raise StorageError(f"{kind} of {nbytes / 1e6:.0f} MB has no place: {reasons}")
+
+    @classmethod
+    def _make(cls, root: Path, name: str, nbytes: int, owner: str) -> Segment:
         path = _place(root) / name
+        spare = sparing_answerers()
         for left in reversed(range(_TRIES)):
             try:
-                sweep(directory(root))
+                sweep(directory(root), spare)
                 # Again: the sweep, or another job's end, may have removed an empty one.
                 directory(root)
                 _create(_beside(path, "held"))
@@ -182,11 +224,21 @@ class Segment:
                 if not left:
                     raise
         try:
+            if owner:
+                _beside(path, "held").write_text(owner)
             _create(path, nbytes)
             return cls(path, nbytes)
         except BaseException:
             unlink(path)
             raise
+
+    def sign(self, secret: bytes) -> None:
+        """Write the proof: ``secret``, of 16 bytes, and those of this machine."""
+        self.memory[:TOKEN] = np.frombuffer(proof(secret), np.uint8)
+
+    def renew(self) -> None:
+        """Be young again: a sweep leaves it for a while, also if nobody holds it any more."""
+        os.utime(self._held)
 
     @property
     def token(self) -> bytes:
@@ -203,11 +255,20 @@ class Segment:
             os.close(self._held)
 
 
+def proof(secret: bytes) -> bytes:
+    """What a file that was signed with ``secret`` on this machine begins with."""
+    return secret + machine()
+
+
 def shares(path: str, nbytes: int, token: bytes) -> bool:
     """Whether this process can map the very file that another one made, in the same memory."""
+    return is_it(path, nbytes, token, os.O_RDWR)
+
+
+def is_it(path: str, nbytes: int, token: bytes, mode: int = os.O_RDONLY) -> bool:
+    """Whether a file that can be opened like that has the size and the proof."""
     try:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        handle = os.open(path, flags)
+        handle = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError):
         return False
     try:
@@ -222,6 +283,25 @@ def shares(path: str, nbytes: int, token: bytes) -> bool:
         return False
     finally:
         os.close(handle)
+
+
+def _hold(path: Path) -> int:
+    """A handle that keeps sweeps away from the file."""
+    handle = os.open(_beside(path, "held"), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for left in reversed(range(_TRIES)):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # A sweep has it for an instant, to see whether anybody holds it.
+                if not left:
+                    raise
+                time.sleep(_NAP)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 def _word(name: str) -> str:
@@ -276,6 +356,14 @@ def unlink(path: Path) -> None:
     _remove_empty(path.parent)
 
 
+def remove_where(wanted: Callable[[str], bool]) -> None:
+    """Remove all segments whose names are wanted."""
+    for place in places():
+        for found in _files(place):
+            if wanted(found):
+                unlink(place / found)
+
+
 def remove(name: str) -> None:
     """Remove all segments that were created by that name."""
     wanted = re.compile(re.escape(_word(name)) + "-[0-9a-f]{16}")
@@ -285,28 +373,106 @@ def remove(name: str) -> None:
                 unlink(place / found)
 
 
-def sweep(place: Path) -> list[str]:
-    """Remove the segments in our directory that no living process holds; returns their names.
+def discard(full: str) -> None:
+    """Remove the segment whose file has that very name, wherever it is."""
+    if full and full == _word(full):
+        for place in places():
+            unlink(place / full)
 
-    What cannot be removed is left to the next sweep.
+
+def owned() -> list[str]:
+    """The names of the segments here that have an owner."""
+    return [
+        name
+        for place in places()
+        for name in _files(place)
+        if _owner(_beside(place / name, "held"))
+    ]
+
+
+def _owner(held: Path) -> str:
+    """Whose a segment is; nothing if nobody said so, or it has gone."""
+    try:
+        with held.open("rb") as file:
+            return file.read(_ADDRESS).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def answers(address: str) -> bool:
+    """Whether something takes connections at an address of Dask, within a second."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "inproc":
+        return _lives(rest)
+    if scheme not in ("tcp", "tls", "ws", "wss"):
+        # What cannot be asked is taken to be there: a file too many is better than one too few.
+        return True
+    try:
+        parts = urlsplit(address)
+        place = parts.hostname, parts.port
+        if place[0] is None or place[1] is None:
+            return False
+        socket.create_connection((place[0], place[1]), timeout=_ANSWER).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _lives(rest: str) -> bool:
+    """Whether the process of ``host/pid/number`` lives."""
+    try:
+        pid = int(rest.split("/")[1])
+        if pid > 0:
+            os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, IndexError, OverflowError):
+        return False
+    return pid > 0
+
+
+def sparing_answerers() -> Spare:
+    """For a sweep that cannot ask the owners: what has one that answers is spared.
+
+    Each owner is asked once, and after a few seconds no more: then it is taken to be there.
+    """
+    known: dict[str, bool] = {}
+    until = time.monotonic() + _ANSWERS
+
+    def spare(name: str, owner: str) -> bool:
+        if owner and owner not in known:
+            known[owner] = time.monotonic() > until or answers(owner)
+        return bool(owner) and known[owner]
+
+    return spare
+
+
+def sweep(place: Path, spare: Spare) -> list[str]:
+    """Remove the segments in our directory that nobody holds or wants; returns their names.
+
+    A segment goes if no living process holds it, it is not young, and ``spare(name, owner)`` does
+    not want it kept; ``owner`` is empty if nobody said whose it is.  What cannot be removed is
+    left to the next sweep.
     """
     gone = []
     for name, files in _files(place).items():
         with suppress(OSError):
-            if _sweep(place / name, files):
+            if _sweep(place / name, files, spare):
                 gone.append(name)
     _remove_empty(place)
     return gone
 
 
-def sweep_all() -> list[str]:
-    """Sweep wherever our directories are."""
-    return [name for place in places() for name in sweep(place)]
+def sweep_all(spare: Spare | None = None) -> list[str]:
+    """Sweep wherever our directories are; by itself it spares what has an owner that answers."""
+    spare = spare or sparing_answerers()
+    return [name for place in places() for name in sweep(place, spare)]
 
 
-def _sweep(path: Path, files: list[Path]) -> bool:
+def _sweep(path: Path, files: list[Path], spare: Spare) -> bool:
+    held = _beside(path, "held")
     try:
-        handle = os.open(_beside(path, "held"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = os.open(held, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         # Somebody has removed the segment while another opened its locks or bells.
         if _young(max(file.lstat().st_mtime for file in files)):
@@ -316,7 +482,13 @@ def _sweep(path: Path, files: list[Path]) -> bool:
     try:
         if _young(os.fstat(handle).st_mtime):
             return False
-        # Kept until all is gone; BlockingIOError: somebody else holds it.
+        # BlockingIOError: somebody holds it.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not locked while the owner is asked: that takes time, and who wants it would be refused.
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        if spare(path.name, _owner(held)):
+            return False
+        # Kept until all is gone.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlink(path)
     finally:

@@ -9,6 +9,8 @@ what crosses is a flag and the ring of a doorbell.  A step goes like this:
    other buffer, and sets the shard's flag;
 3. the lead, once all shards' flags are set, records the verdict and then the version, and rings.
 
+What lies where in the file, and how the next generation reads it: :mod:`.shmfile`.
+
 Flags are plain stores: only where stores are seen in their order (x86-64) is this transport
 used.  A process that dies in step 2 lets go of its lock, and the next one does the shard again:
 it reads one buffer and writes the other, so doing it twice does no harm.
@@ -22,75 +24,48 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.arrays import ALIGNMENT, quiet
+from dtrain.arrays import quiet
 from dtrain.errors import ProtocolError
 from dtrain.layout import Layout
 from dtrain.machines.cursor import Cursor, Take
 from dtrain.messages import Batch, Contribution, Pushed, Reduced
 from dtrain.optim import Optimizer
 from dtrain.partition import ShardPlan
-from dtrain.runtime.arena import Arena, poisoned
+from dtrain.runtime.arena import Arena, Stopped, poisoned
 from dtrain.runtime.link import Copies
+from dtrain.runtime.points import at_point
 from dtrain.runtime.shards import StepRefused, Updater, cut, describe_culprit
-from dtrain.runtime.transport.segment import TOKEN, Bells, Locks, Segment
+from dtrain.runtime.transport.segment import Bells, Locks, Segment
+from dtrain.runtime.transport.shmfile import (
+    ACC_LOSS,
+    ACC_SAMPLES,
+    ACC_WEIGHT,
+    AGES,
+    APPLIED,
+    APPLYING,
+    BATCH,
+    COUNT,
+    CULPRIT,
+    EPOCH,
+    LINE,
+    LOSS,
+    MARK_EPOCH,
+    MARK_INDEX,
+    MARK_PART,
+    PART,
+    PUSHED,
+    REDUCED,
+    SAMPLES,
+    SHARD_VERSION,
+    SOUND,
+    WEIGHT,
+    FilePlan,
+    Reader,
+    write_totals,
+)
 
 if TYPE_CHECKING:
     from dtrain.runtime.host import Host
-
-_WORD = 8
-#: Words of a line: a cache line, so that no two writers share one.
-_LINE = ALIGNMENT // _WORD
-
-# The words of a replica's line.
-_PUSHED, _SAMPLES, _PART, _BATCH, _WEIGHT, _LOSS = range(6)
-# The words of a shard's line.
-_REDUCED, _CULPRIT, _SHARD_VERSION = range(3)
-#: What a shard's line says where no gradient is to blame, and where only their sum is.
-_SOUND, _OVERFLOW = -2, -1
-
-
-class Plan:
-    """Where everything lies in the file; the same in every process.
-
-    Header (token, version, a line per replica, a line per shard, the cursor), then the buffers
-    of parameters, the buffers of each slot, and in sync mode a gradient per replica.
-    """
-
-    def __init__(
-        self, layout: Layout, optimizer: Optimizer, replicas: int, shards: int, *, sync: bool
-    ) -> None:
-        self.replicas = replicas
-        self.shards = shards
-        self.version = -(-TOKEN // ALIGNMENT) * _LINE
-        self.replica_line = self.version + _LINE
-        self.shard_line = self.replica_line + replicas * _LINE
-        self.cursor = self.shard_line + shards * _LINE
-        self.cursor_words = Cursor.words(replicas)
-        header = (self.cursor + self.cursor_words) * _WORD
-        self.header = -(-header // 4096) * 4096
-        self.buffers = 2 if sync else 1
-        size = -(-layout.nbytes // 4096) * 4096
-        self.params = [self.header + i * size for i in range(self.buffers)]
-        at = self.header + self.buffers * size
-        self.slots: list[dict[str, int]] = []
-        for _ in range(self.buffers):
-            self.slots.append({name: at + k * size for k, name in enumerate(optimizer.slots)})
-            at += len(optimizer.slots) * size
-        self.grads = [at + i * size for i in range(replicas if sync else 0)]
-        self.nbytes = at + len(self.grads) * size
-
-
-def initialise(memory: Any, plan: Plan, layout: Layout, optimizer: Optimizer, initial: Any) -> None:
-    """By the chief, before anybody else looks: the first version of everything."""
-    at = plan.params[0]
-    memory[at : at + layout.nbytes] = initial
-    for name, at in plan.slots[0].items():
-        buffer = memory[at : at + layout.nbytes]
-        for segment in layout.segments:
-            buffer[segment.start : segment.stop].view(segment.dtype)[:] = optimizer.initial[name]
-    words = memory[: plan.header].view(np.int64)
-    for shard in range(plan.shards):
-        words[plan.shard_line + shard * _LINE + _CULPRIT] = _SOUND
 
 
 class SharedArena(Arena):
@@ -106,7 +81,7 @@ class SharedArena(Arena):
         *,
         sync: bool,
     ) -> None:
-        self.plan = Plan(layout, optimizer, replicas, len(shards.shards), sync=sync)
+        self.plan = FilePlan(layout, optimizer, replicas, len(shards.shards), sync=sync)
         self.segment = segment
         memory = segment.memory
         size = layout.nbytes
@@ -124,6 +99,29 @@ class SharedArena(Arena):
         self.flat_grads = [memory[at : at + size] for at in self.plan.grads]
         #: one per shard, and the last one for the cursor
         self.locks = Locks(segment.path, len(shards.shards) + 1)
+
+    def check(self) -> None:
+        """Also where the process was stopped, and nobody could tell it that all is over."""
+        self.commits()
+        super().check()
+
+    def commits(self) -> None:
+        if self.words[self.plan.fence]:
+            raise Stopped("its generation of the job has ended")
+
+    def mark(self, replica: int, batch: Batch) -> None:
+        at = self.plan.mark_line + replica * LINE
+        self.words[at + MARK_PART] = batch.part
+        self.words[at + MARK_INDEX] = batch.index
+        self.words[at + MARK_EPOCH] = batch.epoch + 1
+
+    def unmark(self, replica: int) -> None:
+        self.words[self.plan.mark_line + replica * LINE + MARK_EPOCH] = 0
+
+    def reader(self) -> Reader:
+        """To copy what is committed, while the training goes on around it."""
+        memory, plan = self.segment.memory, self.plan
+        return Reader(memory, plan, self.layout, self.shard_plan, self.locks)
 
     def add_replicas(self, replicas: Any) -> None:
         if not self.sync:
@@ -182,7 +180,7 @@ class SyncLink(_Link):
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self.version = 0
+        self.version = host.begin.step
         shards = range(self._plan.shards)
         # Our own shards first: each host begins with others than its neighbours.
         self._order = sorted(shards, key=lambda s: (s not in host.plan.shards, s))
@@ -211,16 +209,17 @@ class SyncLink(_Link):
         step = self.version
         words, reals = self._words, self._reals
         for c in contributions:
-            line = self._plan.replica_line + c.replica * _LINE
-            words[line + _SAMPLES] = c.samples
-            words[line + _PART] = c.part
-            words[line + _BATCH] = c.batch
-            reals[line + _WEIGHT] = c.weight
-            reals[line + _LOSS] = c.loss
+            line = self._plan.replica_line + c.replica * LINE
+            words[line + SAMPLES] = c.samples
+            words[line + PART] = c.part
+            words[line + BATCH] = c.batch
+            reals[line + WEIGHT] = c.weight
+            reals[line + LOSS] = c.loss
             # The flag last: who sees it sees all that was stored before, the gradient too.
-            words[line + _PUSHED] = step + 1
+            words[line + PUSHED] = step + 1
         if contributions:
             self._bells.ring_others()
+        at_point("waiting")
         members = self._host.parts.plan.members(step)
         self._bells.wait(
             lambda: self._turn(step, members),
@@ -236,20 +235,20 @@ class SyncLink(_Link):
         if words[self._plan.version] > step:
             return True
         first = self._plan.replica_line
-        if any(words[first + i * _LINE + _PUSHED] <= step for i in members):
+        if any(words[first + i * LINE + PUSHED] <= step for i in members):
             return False
         line = self._plan.shard_line
         for shard in self._order:
-            if words[line + shard * _LINE + _REDUCED] <= step and self._arena.locks.try_acquire(
+            if words[line + shard * LINE + REDUCED] <= step and self._arena.locks.try_acquire(
                 shard
             ):
                 try:
-                    if words[line + shard * _LINE + _REDUCED] <= step:
+                    if words[line + shard * LINE + REDUCED] <= step:
                         self._reduce(shard, step, members)
                 finally:
                     self._arena.locks.release(shard)
         if self._lead is not None and all(
-            words[line + shard * _LINE + _REDUCED] > step for shard in self._order
+            words[line + shard * LINE + REDUCED] > step for shard in self._order
         ):
             self._decide(step, members)
             return True
@@ -258,12 +257,13 @@ class SyncLink(_Link):
     def _reduce(self, shard: int, step: int, members: tuple[int, ...]) -> None:
         reals = self._reals
         line = self._plan.replica_line
-        weights = tuple(reals[line + i * _LINE + _WEIGHT] for i in members)
+        weights = tuple(reals[line + i * LINE + WEIGHT] for i in members)
+        at_point("applying")
         with quiet():
             culprit = self._updaters[shard].reduce(step, members, weights, self._leaves[shard])
-        at = self._plan.shard_line + shard * _LINE
-        self._words[at + _CULPRIT] = _SOUND if culprit is None else culprit
-        self._words[at + _REDUCED] = step + 1
+        at = self._plan.shard_line + shard * LINE
+        self._words[at + CULPRIT] = SOUND if culprit is None else culprit
+        self._words[at + REDUCED] = step + 1
         if self._lead is None:
             self._bells.ring(self._chief)
 
@@ -275,6 +275,7 @@ class SyncLink(_Link):
             # Several hosts of this process see that all is done; one of them decides.
             if self._lead.version > step:
                 return
+            self._arena.commits()
             self._lead.handle(Pushed(generation, step, contributions))
             for shard in range(self._plan.shards):
                 problem = self._problem(shard, step, contributions)
@@ -284,26 +285,31 @@ class SyncLink(_Link):
                 raise ProtocolError(f"step {step}: all shards have reported, but no verdict")
             if not verdict.ok:
                 raise StepRefused(verdict.problem)
+            totals = self._lead.rounds.totals
+            write_totals(self._words, self._reals, self._plan, step + 1, totals)
+            # From here on the step is committed, whoever dies.
+            self._words[self._plan.verdict] = step + 1
+            at_point("flipping")
             self._words[self._plan.version] = step + 1
         self._bells.ring_others()
 
     def _contribution(self, replica: int) -> Contribution:
         words, reals = self._words, self._reals
-        line = self._plan.replica_line + replica * _LINE
+        line = self._plan.replica_line + replica * LINE
         return Contribution(
             replica,
-            reals[line + _WEIGHT],
-            words[line + _SAMPLES],
-            reals[line + _LOSS],
-            words[line + _PART],
-            words[line + _BATCH],
+            reals[line + WEIGHT],
+            words[line + SAMPLES],
+            reals[line + LOSS],
+            words[line + PART],
+            words[line + BATCH],
         )
 
     def _problem(
         self, shard: int, step: int, contributions: tuple[Contribution, ...]
     ) -> str | None:
-        culprit = self._words[self._plan.shard_line + shard * _LINE + _CULPRIT]
-        if culprit == _SOUND:
+        culprit = self._words[self._plan.shard_line + shard * LINE + CULPRIT]
+        if culprit == SOUND:
             return None
         c = next((c for c in contributions if c.replica == culprit), None)
         return describe_culprit(c, step)
@@ -311,7 +317,7 @@ class SyncLink(_Link):
     def missing(self, step: int, members: tuple[int, ...]) -> list[int]:
         """Whose gradients a step waits for."""
         line = self._plan.replica_line
-        return [i for i in members if self._words[line + i * _LINE + _PUSHED] <= step]
+        return [i for i in members if self._words[line + i * LINE + PUSHED] <= step]
 
     def _why(self, step: int, members: tuple[int, ...]) -> str:
         missing = self.missing(step, members)
@@ -347,9 +353,28 @@ class AsyncLink(Copies, _Link):
 
     def push(self, replica: int, contribution: Contribution, epoch: int) -> Batch | None:
         """Apply the replica's gradient, renew its parameters; returns its next batch."""
+        at = self._plan.mark_line + replica * LINE
+        number = self.requests[replica]
+        self._words[at + APPLYING] = number
         age = self._exchange(replica, push=True)
+        self._account(replica, contribution, epoch, age)
+        self._words[at + APPLIED] = number
         self._host.commit(contribution, epoch, age, self.versions[replica, 0])
         return self.take(replica, epoch)
+
+    def _account(self, replica: int, contribution: Contribution, epoch: int, age: int) -> None:
+        """What outlives this process of the account that its host keeps."""
+        at = self._plan.account + replica * self._plan.account_words
+        words, reals = self._words, self._reals
+        if words[at + EPOCH] != epoch + 1:
+            for word in range(at, at + self._plan.account_words):
+                words[word] = 0
+            words[at + EPOCH] = epoch + 1
+        words[at + COUNT] += 1
+        words[at + ACC_SAMPLES] += contribution.samples
+        reals[at + ACC_WEIGHT] += contribution.weight
+        reals[at + ACC_LOSS] += contribution.loss * contribution.weight
+        words[at + ACC_LOSS + 1 + min(age, AGES - 1)] += 1
 
     def pull(self, replica: int) -> None:
         """Renew the replica's parameters."""
@@ -359,6 +384,12 @@ class AsyncLink(Copies, _Link):
     def exhausted(self) -> bool:
         """Whether the epoch that ends is the job's last."""
         return self._cursor.exhausted
+
+    def _forgo(self, replica: int) -> None:
+        """Nothing of this gradient has been applied, and nothing will be."""
+        at = self._plan.mark_line + replica * LINE
+        self._words[at + APPLYING] = self._words[at + APPLIED]
+        raise Stopped("its generation of the job has ended")
 
     def _acquire(self, number: int) -> None:
         deadline = self._host.launch.settings.step_deadline
@@ -371,9 +402,12 @@ class AsyncLink(Copies, _Link):
         for k in range(count):
             # Each replica begins at another shard, so that they seldom want the same one.
             shard = (replica + k) % count
-            at = self._plan.shard_line + shard * _LINE + _SHARD_VERSION
+            at = self._plan.shard_line + shard * LINE + SHARD_VERSION
             self._acquire(shard)
             try:
+                # Once the next generation reads the file, nothing of a gradient may be applied.
+                if k == 0 and push and words[self._plan.fence]:
+                    self._forgo(replica)
                 version = words[at]
                 if shard == 0:
                     age = version - self.versions[replica, 0]
