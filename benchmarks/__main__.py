@@ -15,6 +15,10 @@ COMMANDS = {
     "async": "benchmarks.asynchronous",
     "transport": "benchmarks.transport",
     "master": "benchmarks.master",
+    "recovery": "benchmarks.recovery",
+    "goodput": "benchmarks.goodput",
+    "soak": "benchmarks.soak",
+    "saving": "benchmarks.saving",
 }
 
 
