@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -210,6 +211,11 @@ def columns(headings: list[str], rows: list[list[Any]]) -> Callable[[Console], N
         console.print(table)
 
     return show
+
+
+def when(seconds: float | None) -> str | None:
+    """A time of the clock, on this machine's calendar."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else None
 
 
 def number(value: Any) -> str:

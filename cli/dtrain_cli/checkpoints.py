@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import typer
 
-from dtrain_cli._output import FAILED, REFUSED, Report, columns, command
+from dtrain_cli._output import FAILED, REFUSED, Report, columns, command, when
 
 app = typer.Typer(no_args_is_help=True, help="The checkpoints of a job.", rich_markup_mode=None)
 
@@ -61,11 +60,7 @@ def _show(report: Report, directory: str, found: list[dict[str, Any]]) -> None:
         report.note(f"no checkpoints in {directory}")
         return
     rows = [
-        [e["name"], e["step"], e["job"], _when(e["saved"]), e["nbytes"], e["problem"] or "ok"]
+        [e["name"], e["step"], e["job"], when(e["saved"]), e["nbytes"], e["problem"] or "ok"]
         for e in found
     ]
     report.show = columns(["NAME", "STEP", "JOB", "SAVED", "BYTES", ""], rows)
-
-
-def _when(seconds: float) -> str | None:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else None

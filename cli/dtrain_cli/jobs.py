@@ -16,7 +16,7 @@ from dtrain_cli._connect import (
     find_address,
     need_address,
 )
-from dtrain_cli._output import FAILED, NO_CLUSTER, Report, columns, command, pairs
+from dtrain_cli._output import FAILED, NO_CLUSTER, Report, columns, command, pairs, when
 from dtrain_cli._signals import INTERRUPTED
 
 #: How long an interrupted submit waits for its job to be cancelled, in seconds.
@@ -217,6 +217,23 @@ def why(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> No
         text, state = handle.why_waiting(), handle.state
         report.document = {"id": job_id, "state": state, "why": text}
         report.show = lambda console: console.print(text)
+
+
+def events(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
+    """Tell all that has happened to a job: states, losses, recoveries, checkpoints.
+
+    
+    Example:
+      dtrain events 3f2a
+    """
+    with command(as_json) as report:
+        import dtrain
+
+        handle = dtrain.attach(job_id, need_address(scheduler))
+        found = handle.events()
+        report.document = {"id": job_id, "events": found}
+        rows = [[when(e["time"]), e["state"], e["message"]] for e in found]
+        report.show = columns(["TIME", "STATE", ""], rows)
 
 
 def cancel(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:

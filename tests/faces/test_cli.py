@@ -91,6 +91,9 @@ class FakeHandle:
     def why_waiting(self) -> str:
         return "2 of 4 workers are there"
 
+    def events(self) -> list[dict[str, Any]]:
+        return [{"time": 1.8e9, "state": "RUNNING", "message": "saved [step-00000012]"}]
+
 
 class Api:
     """dtrain's API, faked; keeps what it was called with."""
@@ -361,7 +364,9 @@ def test_the_address_is_option_then_variable_then_dask(api, monkeypatch):
     assert api.connected == []
 
 
-@pytest.mark.parametrize("args", [["list"], ["status", "j1"], ["why", "j1"], ["cancel", "j1"]])
+@pytest.mark.parametrize(
+    "args", [["list"], ["status", "j1"], ["why", "j1"], ["events", "j1"], ["cancel", "j1"]]
+)
 def test_verbs_need_a_cluster(api, args):
     result = dt(*args)
     assert result.exit_code == 3
@@ -377,7 +382,7 @@ def test_nobody_at_the_address(api):
     assert dt("submit", "a.toml", "--scheduler", "tcp://nobody:1").exit_code == 3
 
 
-@pytest.mark.parametrize("verb", ["status", "why", "cancel"])
+@pytest.mark.parametrize("verb", ["status", "why", "events", "cancel"])
 def test_an_unknown_job(api, verb):
     result = dt(verb, "j2", "--scheduler", ADDRESS, "--json")
     assert result.exit_code == 2
@@ -407,6 +412,15 @@ def test_status(api):
     assert "ValueError: no" in result.stdout
     assert "remote line" in result.stderr
     assert set(document(dt("status", "j1", "--scheduler", ADDRESS, "--json"))) == set(FAILED)
+
+
+def test_events(api):
+    result = dt("events", "j1", "--scheduler", ADDRESS)
+    assert result.exit_code == 0
+    assert "RUNNING" in result.stdout
+    assert "saved [step-00000012]" in result.stdout
+    found = document(dt("events", "j1", "--scheduler", ADDRESS, "--json"))
+    assert found == {"id": "j1", "events": api.handle.events()}
 
 
 def test_why(api):
@@ -552,7 +566,17 @@ def test_version(monkeypatch):
 
 @pytest.mark.parametrize(
     "args",
-    [[], ["submit"], ["list"], ["status"], ["why"], ["cancel"], ["doctor"], ["cluster", "start"]],
+    [
+        [],
+        ["submit"],
+        ["list"],
+        ["status"],
+        ["why"],
+        ["events"],
+        ["cancel"],
+        ["doctor"],
+        ["cluster", "start"],
+    ],
 )
 def test_help_has_an_example(args):
     result = dt(*args, "--help")
