@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,16 +23,25 @@ import numpy as np
 
 from dtrain._version import __version__
 from dtrain.errors import CheckpointError, StorageError
-from dtrain.layout import Layout, Variable
+from dtrain.layout import Layout
 from dtrain.partition import Shard, ShardPlan
 from dtrain.runtime.files import MANIFEST, NAME, Place, place
+from dtrain.runtime.manifest import (
+    FORMAT,
+    Manifest,
+    Part,
+    Piece,
+    count,
+    from_dict,
+    job_of,
+    misfit,
+    rows_of,
+    seal,
+    to_dict,
+    unsealed,
+)
 
 logger = logging.getLogger("dtrain.checkpoint")
-
-FORMAT = 1
-
-#: A manifest may name no other file: what it says never becomes a path unchecked.
-_PART = re.compile(r"part-[0-9]{5,}(-[0-9a-f]{8})?\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,38 +94,6 @@ class _Damaged(CheckpointError):
     """It will never verify: not just out of reach for now, nor of another version."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows ``start`` to ``stop`` of a variable, or of a slot of it; None is its value."""
-
-    slot: str | None
-    variable: str
-    start: int
-    stop: int
-
-    @property
-    def key(self) -> str:
-        """Its name in a part; no slot has a colon in its own."""
-        kind = "param" if self.slot is None else f"slot:{self.slot}"
-        return f"{kind}:{self.variable}"
-
-
-@dataclass(frozen=True)
-class _Part:
-    file: str
-    nbytes: int
-    sha256: str
-    pieces: tuple[_Piece, ...]
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    values: Mapping[str, Any]
-    layout: Layout
-    parts: tuple[_Part, ...]
-    nbytes: int  # of all files
-
-
 # -- writing -----------------------------------------------------------------------------------
 
 
@@ -163,7 +139,7 @@ def save(
         if old is not None and old.problem is None:
             fence()
             entry = old
-            if entry.job != _job(vars(snapshot)):
+            if entry.job != job_of(vars(snapshot)):
                 logger.warning("checkpoint %s in %s is of job %r; it stays", name, where, entry.job)
         else:
             entry = _write(there, where, snapshot, pieces, make_way)
@@ -187,20 +163,20 @@ def _write(
     there: Place,
     where: str,
     snapshot: Snapshot,
-    pieces: list[tuple[_Piece, ...]],
+    pieces: list[tuple[Piece, ...]],
     before: Callable[[], None],
 ) -> Entry:
     from safetensors.numpy import save as encode
 
     name, saved, layout = _name(snapshot.step), time.time(), snapshot.layout
-    rows = _rows(layout, snapshot.params, snapshot.slots)
+    rows = rows_of(layout, snapshot.params, snapshot.slots)
     parts = []
     with there.draft(name):
         for index, own in enumerate(pieces):
             file = f"part-{index:05d}{there.tag}.safetensors"
             # One part at a time is in memory besides the snapshot.
             payload = encode({p.key: rows[p.slot, p.variable][p.start : p.stop] for p in own})
-            parts.append(_Part(file, len(payload), hashlib.sha256(payload).hexdigest(), own))
+            parts.append(Part(file, len(payload), hashlib.sha256(payload).hexdigest(), own))
             there.put(file, payload)
             del payload
         manifest = {
@@ -212,11 +188,11 @@ def _write(
             "dtypes": [segment.dtype for segment in layout.segments],
             "slots": list(snapshot.slots),
             **snapshot.shards.to_dict(),
-            "parts": [_to_dict(part) for part in parts],
+            "parts": [to_dict(part) for part in parts],
             "state": snapshot.state,
             "about": snapshot.about,
         }
-        raw = _seal(json.dumps(manifest, separators=(",", ":")).encode())
+        raw = seal(json.dumps(manifest, separators=(",", ":")).encode())
         there.commit(raw, before)
     return Entry(
         where=where,
@@ -224,7 +200,7 @@ def _write(
         step=snapshot.step,
         saved=saved,
         nbytes=len(raw) + sum(part.nbytes for part in parts),
-        job=_job(manifest),
+        job=job_of(manifest),
     )
 
 
@@ -242,7 +218,7 @@ def _prune(there: Place, where: str, name: str, keep: int) -> None:
         logger.warning("checkpoints in %s: old ones could not be removed: %s", where, error)
 
 
-def _pieces_of(snapshot: Snapshot) -> list[tuple[_Piece, ...]]:
+def _pieces_of(snapshot: Snapshot) -> list[tuple[Piece, ...]]:
     """What stands in each part; ValueError if the snapshot does not fit together."""
     layout, slots = snapshot.layout, snapshot.slots
     if snapshot.step < 0:
@@ -257,13 +233,13 @@ def _pieces_of(snapshot: Snapshot) -> list[tuple[_Piece, ...]]:
             )
     pieces = [
         tuple(
-            _Piece(slot, variable, start, stop)
+            Piece(slot, variable, start, stop)
             for slot in (None, *slots)
             for variable, start, stop in _rows_of(layout, shard)
         )
         for shard in snapshot.shards.shards
     ]
-    if problem := _misfit(layout, slots, chain(*pieces)):
+    if problem := misfit(layout, slots, chain(*pieces)):
         raise ValueError(f"shards: {problem}")
     return pieces
 
@@ -275,7 +251,7 @@ def _rows_of(layout: Layout, shard: Shard) -> Iterator[tuple[str, int, int]]:
             end = variable.offset + variable.nbytes
             start, stop = max(part.start, variable.offset), min(part.stop, end)
             if start < stop:
-                row = variable.nbytes // _count(variable)
+                row = variable.nbytes // count(variable)
                 first, last = start - variable.offset, stop - variable.offset
                 yield variable.name, first // row, last // row
 
@@ -349,7 +325,7 @@ def load(entry: Entry, *, fill: Mapping[str, float] | None = None) -> Snapshot:
     for slot, value in (fill or {}).items():
         for segment in layout.segments:
             slots[slot][segment.start : segment.stop].view(segment.dtype).fill(value)
-    rows = _rows(layout, params, slots)
+    rows = rows_of(layout, params, slots)
     for part in manifest.parts:
         _load_part(there, entry, part, rows)
     return Snapshot(
@@ -362,7 +338,7 @@ def load(entry: Entry, *, fill: Mapping[str, float] | None = None) -> Snapshot:
 
 
 def _load_part(
-    there: Place, entry: Entry, part: _Part, rows: dict[tuple[str | None, str], np.ndarray]
+    there: Place, entry: Entry, part: Part, rows: dict[tuple[str | None, str], np.ndarray]
 ) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import load as decode
@@ -421,19 +397,19 @@ def _look(
         problem = f"set aside; {problem or 'it did not verify'}"
     entry = Entry(where=where, name=name, step=_order(name)[0], problem=problem)
     if manifest is not None:
-        saved, job = float(manifest.values["saved"]), _job(manifest.values)
+        saved, job = float(manifest.values["saved"]), job_of(manifest.values)
         entry = replace(entry, saved=saved, nbytes=manifest.nbytes, job=job)
     return entry, error
 
 
-def _check(there: Place, where: str, name: str, part: _Part, *, deep: bool) -> None:
+def _check(there: Place, where: str, name: str, part: Part, *, deep: bool) -> None:
     with _reading(there, where, name, part.file):
         _compare(part, there.size(name, part.file))
         if deep:
             _compare(part, part.nbytes, there.sha256(name, part.file))
 
 
-def _compare(part: _Part, nbytes: int, digest: str | None = None) -> None:
+def _compare(part: Part, nbytes: int, digest: str | None = None) -> None:
     if nbytes != part.nbytes:
         raise ValueError(f"found {nbytes} bytes, expected {part.nbytes}: it is damaged")
     if digest is not None and digest != part.sha256:
@@ -458,10 +434,10 @@ def _reading(there: Place, where: str, name: str, file: str) -> Iterator[None]:
 # -- the manifest ------------------------------------------------------------------------------
 
 
-def _manifest(there: Place, where: str, name: str) -> _Manifest:
+def _manifest(there: Place, where: str, name: str) -> Manifest:
     with _reading(there, where, name, MANIFEST):
         raw = there.read(name, MANIFEST)
-        values = _unsealed(raw)
+        values = unsealed(raw)
         if values["format"] != FORMAT:
             raise CheckpointError(
                 f"{where}/{name}: found format {values['format']} of dtrain {values['dtrain']}, "
@@ -470,75 +446,10 @@ def _manifest(there: Place, where: str, name: str) -> _Manifest:
         if values["step"] != _order(name)[0]:
             raise ValueError(f"found step {values['step']}, expected that of its directory")
         layout = Layout.from_dict(values["layout"])
-        parts = tuple(_from_dict(part) for part in values["parts"])
-        if problem := _misfit(layout, values["slots"], chain(*(part.pieces for part in parts))):
+        parts = tuple(from_dict(part) for part in values["parts"])
+        if problem := misfit(layout, values["slots"], chain(*(part.pieces for part in parts))):
             raise ValueError(problem)
-        return _Manifest(values, layout, parts, len(raw) + sum(part.nbytes for part in parts))
-
-
-def _seal(text: bytes) -> bytes:
-    """A JSON object with one more field, the last: the hash of its text without that field."""
-    return text[:-1] + b',"sha256":"%s"}' % hashlib.sha256(text).hexdigest().encode()
-
-
-def _unsealed(raw: bytes) -> dict[str, Any]:
-    """The manifest that was sealed, if not a bit of it is different."""
-    text = raw[: len(raw) - len(_seal(b"}"))] + b"}"
-    if _seal(text) != raw:
-        raise ValueError("its own sha256 is not that of its text: it is damaged")
-    values: dict[str, Any] = json.loads(text)
-    return values
-
-
-def _to_dict(part: _Part) -> dict[str, Any]:
-    tensors = [
-        {"slot": p.slot, "variable": p.variable, "rows": [p.start, p.stop]} for p in part.pieces
-    ]
-    return {"file": part.file, "bytes": part.nbytes, "sha256": part.sha256, "tensors": tensors}
-
-
-def _from_dict(values: Mapping[str, Any]) -> _Part:
-    if not _PART.fullmatch(values["file"]):
-        raise ValueError(f"found the file {values['file']!r}, expected a part")
-    pieces = tuple(_Piece(t["slot"], t["variable"], *t["rows"]) for t in values["tensors"])
-    return _Part(values["file"], values["bytes"], values["sha256"], pieces)
-
-
-def _misfit(layout: Layout, slots: Iterable[str], pieces: Iterable[_Piece]) -> str | None:
-    """Unless each row of each variable and slot is there exactly once: what is wrong."""
-    ends = {(slot, v.name): _count(v) for slot in (None, *slots) for v in layout.variables}
-    at = dict.fromkeys(ends, 0)
-    for piece in sorted(pieces, key=lambda p: p.start):
-        own = (piece.slot, piece.variable)
-        if own not in ends:
-            return f"found {piece.key!r}, which is not in the layout"
-        if piece.start != at[own] or piece.stop <= piece.start:
-            return f"{piece.key!r}: found row {piece.start}, expected {at[own]}"
-        at[own] = piece.stop
-    for own, end in ends.items():
-        if at[own] != end:
-            return f"{_Piece(*own, 0, end).key!r}: found {at[own]} rows, expected {end}"
-    return None
-
-
-def _job(values: Mapping[str, Any]) -> str:
-    return str(values["about"].get("job", ""))
-
-
-def _count(variable: Variable) -> int:
-    """How many rows a variable has; a number is one row."""
-    return variable.shape[0] if variable.shape else 1
-
-
-def _rows(
-    layout: Layout, params: np.ndarray, slots: Mapping[str, np.ndarray]
-) -> dict[tuple[str | None, str], np.ndarray]:
-    """(slot or None, variable) -> its view, with the rows as the first axis."""
-    return {
-        (slot, name): view.reshape(view.shape or (1,))
-        for slot, buffer in [(None, params), *slots.items()]
-        for name, view in layout.views(buffer).items()
-    }
+        return Manifest(values, layout, parts, len(raw) + sum(part.nbytes for part in parts))
 
 
 # -- names -------------------------------------------------------------------------------------

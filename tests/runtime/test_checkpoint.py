@@ -21,7 +21,7 @@ from dtrain import optim
 from dtrain.errors import CheckpointError, FencedError, StorageError
 from dtrain.layout import Layout
 from dtrain.partition import ShardPlan, partition
-from dtrain.runtime import checkpoint, files
+from dtrain.runtime import checkpoint, files, manifest
 from dtrain.runtime.checkpoint import Snapshot, check_writable, entries, latest, load, save
 
 SMALL = {
@@ -97,7 +97,7 @@ def reseal(folder: Path, change) -> None:
     values = json.loads(path.read_bytes())
     del values["sha256"]
     change(values)
-    path.write_bytes(checkpoint._seal(json.dumps(values, separators=(",", ":")).encode()))
+    path.write_bytes(manifest.seal(json.dumps(values, separators=(",", ":")).encode()))
 
 
 @pytest.fixture
@@ -529,14 +529,14 @@ def test_damage_is_found_and_set_aside(tmp_path, name, caplog):
 def test_every_bit_of_a_manifest_counts(where):
     save(str(where), snapshot(1), keep=1)
     raw = (where / "step-00000001" / "manifest.json").read_bytes()
-    assert checkpoint._unsealed(raw)["step"] == 1
+    assert manifest.unsealed(raw)["step"] == 1
     for at in range(len(raw)):
         bad = bytearray(raw)
         bad[at] ^= 0x20  # also the case of a letter
         with pytest.raises(ValueError, match="damaged"):
-            checkpoint._unsealed(bytes(bad))
+            manifest.unsealed(bytes(bad))
         with pytest.raises(ValueError, match="damaged"):
-            checkpoint._unsealed(raw[:at])
+            manifest.unsealed(raw[:at])
 
 
 def test_a_quick_look_sees_sizes_and_no_bits(where):
