@@ -40,7 +40,7 @@ class Calls:
         if self.stopped is not None:
             raise Stopped(self.stopped)
 
-    def _answer(self, question: Coroutine[Any, Any, Any], deadline: float) -> Any:
+    def answer(self, question: Coroutine[Any, Any, Any], deadline: float) -> Any:
         """The answer to a question that has this deadline; Stopped as soon as the job stops.
 
         A peer that has died would keep us for as long as Dask tries to reach it.
@@ -63,7 +63,7 @@ class Calls:
         until = time.monotonic() + settings.step_deadline
         while time.monotonic() < until:
             self.check()
-            answer = self._answer(
+            answer = self.answer(
                 self.service.ask_master(
                     op,
                     settings.call_deadline + settings.poll,
@@ -101,7 +101,16 @@ class Calls:
             generation=generation or self.launch.generation,
             **message,
         )
-        return self._answer(question, seconds)
+        return self.answer(question, seconds)
+
+    def ask_master(self, op: str, **message: Any) -> Any:
+        """Ask the master what it knows at once."""
+        seconds = self.launch.settings.call_deadline
+        generation = self.launch.generation
+        question = self.service.ask_master(
+            op, seconds, job=self.launch.job, generation=generation, **message
+        )
+        return self.answer(question, seconds)
 
     def tell(self, words: str, *, saved: int | None = None) -> None:
         """Let the master know what has happened; nobody waits for that."""
@@ -120,11 +129,7 @@ class Calls:
         """Raise FencedError if another generation has begun; asks the master itself."""
         if self.stopped is not None:
             raise FencedError(f"job {self.launch.job}: {self.stopped}")
-        deadline = self.launch.settings.call_deadline
-        asked = self.service.ask_master(
-            "dtrain_newest", deadline, job=self.launch.job, generation=self.launch.generation
-        )
-        self.service.start(asked).result(deadline + 1)
+        self.ask_master("dtrain_newest")
 
 
 async def quietly(question: Coroutine[Any, Any, Any], words: str) -> None:

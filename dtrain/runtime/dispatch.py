@@ -146,8 +146,6 @@ class Dispatch:
             hosts=machine.hosts,
             settings=self.master.settings,
             origin=self._origin(record),
-            history=tuple(machine.history),
-            ledger=machine.ledger,
         )
         generation = machine.generation
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from dtrain.config import Settings
 from dtrain.machines.jobs import HostPlan, Origin
@@ -28,9 +27,6 @@ class Launch:
     settings: Settings
     #: where the generation before has left its state
     origin: Origin | None = None
-    #: the epochs that are over, and the account of gradients as of then
-    history: tuple[dict[str, Any], ...] = ()
-    ledger: dict[str, Any] | None = None
 
     @property
     def replicas(self) -> int:

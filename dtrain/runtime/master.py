@@ -135,6 +135,7 @@ class Master(SchedulerPlugin):
             "dtrain_failed": self.failed,
             "dtrain_note": self.note,
             "dtrain_newest": self.newest,
+            "dtrain_history": self.history,
             "dtrain_alive": self.alive,
             "dtrain_events": self.events,
             "dtrain_lost": self.lost,
@@ -598,6 +599,12 @@ class Master(SchedulerPlugin):
                     f"chunk {key!r} was lost, and computing it anew has failed: {ts.exception_text}"
                 )
         return None
+
+    def history(self, job: str, generation: int) -> dict[str, Any]:
+        """The epochs that are over, and the account of gradients as of then; for a chief."""
+        record = self._record(job)
+        record.check(generation)
+        return {"history": record.machine.history, "ledger": record.machine.ledger}
 
     def alive(self, names: list[str]) -> list[str]:
         """Which of these files belong to jobs that are not over."""

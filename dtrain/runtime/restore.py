@@ -47,6 +47,10 @@ def restore(host: Host) -> State:
     """The state that the host's generation begins with; by the chief, before anybody trains."""
     origin, spec = host.launch.origin, host.launch.spec
     if origin is not None:
+        # Not in the launch, which goes to everybody: it may be long.
+        told = host.calls.ask_master("dtrain_history")
+        host.history = list(told["history"])
+        host.base = Ledger.from_dict(told["ledger"]) if told["ledger"] else Ledger()
         state = _from_file(host) if origin.meeting is not None else handover.ended(host)
         if state is not None:
             return _accounted(host, state)
@@ -83,12 +87,10 @@ def _from_file(host: Host) -> State | None:
             state = reader.sync(_PATIENCE)
             state.ledger.replayed = reader.pushed(state.step)
         else:
-            epoch = len(host.launch.history)
+            epoch = len(host.history)
             state, partly = reader.asynchronous(host.parts.plan, epoch, _PATIENCE)
             state.ledger.duplicates = partly
-        state.ledger = Ledger.total(
-            [host.launch.ledger or Ledger().to_dict(), state.ledger.to_dict()]
-        )
+        state.ledger = Ledger.total([host.base.to_dict(), state.ledger.to_dict()])
         state.suspects = reader.suspects(origin.dead)
         return state
     finally:
@@ -99,7 +101,7 @@ def _from_file(host: Host) -> State | None:
 
 def _accounted(host: Host, state: State) -> State:
     """What was found in memory, with the account and the history that belong to it."""
-    plan, history = host.parts.plan, host.launch.history
+    plan, history = host.parts.plan, tuple(host.history)
     if host.synchronous:
         # All that is committed follows from the number of steps; how often something came late
         # or again does not.

@@ -184,8 +184,23 @@ class WorkerService:
     # -- for the threads of replicas -----------------------------------------------------------
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine in the worker's event loop; from any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.worker.loop.asyncio_loop)
+        """Run a coroutine in the worker's event loop; from any thread.
+
+        Unlike asyncio's own way from thread to loop, whoever cancels the answer is not told by the
+        loop of an error that comes all the same.
+        """
+        answer: Future[Any] = Future()
+        loop = self.worker.loop.asyncio_loop
+
+        def begin() -> None:
+            task = asyncio.ensure_future(coroutine)
+            answer.add_done_callback(
+                lambda a: a.cancelled() and loop.call_soon_threadsafe(task.cancel)
+            )
+            task.add_done_callback(lambda _: _pass_on(task, answer))
+
+        loop.call_soon_threadsafe(begin)
+        return answer
 
     async def ask(self, address: str, op: str, deadline: float, **message: Any) -> Any:
         return await ask(self.worker.rpc(address), op, deadline, **message)
@@ -461,3 +476,17 @@ class WorkerService:
             raise DataError(f"chunk {missing[0]!r} is not at {self.address} any more")
         found = await read_rows(self.worker.data, dict(zip(keys, rows, strict=True)))
         return [to_serialize(found[key]) for key in keys]
+
+
+def _pass_on(task: asyncio.Future[Any], answer: Future[Any]) -> None:
+    """What a task has come to, to whoever waits in a thread, if anybody does still."""
+    if task.cancelled():
+        answer.cancel()
+        return
+    error = task.exception()
+    if not answer.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(task.result())
