@@ -297,7 +297,7 @@ class JobMachine:
         self.lost: list[str] = []
         #: the workers lost, of all generations
         self.losses = 0
-        #: where the newest generation that has run keeps its state
+        #: where the newest generation that has opened keeps its state
         self.origin: Origin | None = None
         #: its chief's shared memory, until all hosts are ready
         self._meeting: Any = None
@@ -412,6 +412,11 @@ class JobMachine:
             return []
         if self.state is State.PREPARING:
             self.epoch_began = now
+        self._enter(State.RUNNING, now, "all workers are ready")
+        return []
+
+    def _opened(self) -> None:
+        """All hosts have their memory: from here on the state of the job is there, not before."""
         if self.restored is not None:
             if self.restored.source != "memory":
                 # What was recorded since is not true any more.
@@ -420,8 +425,6 @@ class JobMachine:
             # What the next generation adds to: this one's own account begins with it.
             self.ledger = self.restored.ledger or self.ledger
         self.origin = Origin(self.generation, self.hosts, self._meeting if self.shared else None)
-        self._enter(State.RUNNING, now, "all workers are ready")
-        return []
 
     def _found(self, restored: Restored, now: float) -> list[Command]:
         """The chief has found the state to go on with."""
@@ -458,6 +461,8 @@ class JobMachine:
         if len(payloads) < (len(self.hosts) if everyone else self._training):
             return []
         del self.reached[key]
+        if everyone:
+            self._opened()
         # "finished": a new generation that finds nothing left to do.
         last = event.phase == "finished"
         if event.phase == "evaluated":
@@ -510,7 +515,7 @@ class JobMachine:
         if self.outcome is not None and not (succeeding and chief):
             return self._finish_if_done(now)
         work = f"replicas {list(host.replicas)} and shards {list(host.shards)}"
-        if self.origin is not None and self.state is State.RUNNING:
+        if self.origin is not None and self.origin.generation == self.generation:
             self.origin = replace(self.origin, dead=host.replicas)
         return self._lose(f"{host} {event.why}; it had {work}", now)
 

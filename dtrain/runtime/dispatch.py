@@ -231,6 +231,9 @@ class Dispatch:
         await self._forget_job(record)
         if keep and not record.attached:
             await self._keep_twice(record)
+        # Wherever Dask moves it: a worker that has a result can be retired like any other.
+        found = [key for key in record.result_keys if key in self.master.scheduler.tasks]
+        self.master.scheduler.set_restrictions({key: set() for key in found})
         record.clean.set()
         await self.master.announce(record)
 
@@ -244,15 +247,32 @@ class Dispatch:
             await offload(discard, record.file)
 
     async def _keep_twice(self, record: Record) -> None:
-        """A result outlives the worker that has it."""
-        futures = list(record.futures.values())
-        if not futures or len(self.master.scheduler.workers) < 2:
+        """A result outlives the worker that has it: another one gets a copy, under its own key.
+
+        A second replica of the same key would not do: Dask's memory manager drops it.
+        """
+        chief = record.machine.hosts[0].address
+        others = [m.address for m in self.master.membership.ready() if m.address != chief]
+        result = record.futures.get(chief)
+        if result is None or not others:
             return
         try:
             client = await self.own_client()
-            copies = client._replicate(futures, n=2)
-            await asyncio.wait_for(copies, self.master.settings.call_deadline)
-        except (OSError, TimeoutError, KeyError, ValueError) as error:
+            record.copy = client.submit(
+                _same,
+                result,
+                key=f"dtrain-{record.id}-copy",
+                workers=others[:1],
+                allow_other_workers=False,
+                retries=0,
+                pure=False,
+            )
+            await asyncio.wait_for(_wait([record.copy]), self.master.settings.call_deadline)
+            # On its way it was taken for a replica of the first one; of two Dask may drop either.
+            self.master.scheduler.request_remove_replicas(
+                others[0], [result.key], stimulus_id=f"dtrain-copied-{record.id}"
+            )
+        except (OSError, TimeoutError, KeyError, ValueError, FuturesCancelledError) as error:
             logger.warning("job %s: its result is at one worker alone: %s", record.id, error)
 
     def _let_go(self, record: Record) -> None:
@@ -264,7 +284,9 @@ class Dispatch:
             watcher.cancel()
         for future in record.futures.values():
             future.release()
-        record.watchers, record.futures = [], {}
+        if record.copy is not None:
+            record.copy.release()
+        record.watchers, record.futures, record.copy = [], {}, None
 
     async def _ask_all(self, addresses: set[str], op: str, **message: Any) -> None:
         """Of those that are there; what they do not hear is in the log."""
@@ -306,6 +328,11 @@ class Dispatch:
             )
         except (OSError, TimeoutError) as error:
             logger.warning("worker %s could not be restarted: %s", address, error)
+
+
+def _same(result: Any) -> Any:
+    """The task of a copy: the very object, at another worker."""
+    return result
 
 
 def _near(machine: Any, member: Any) -> bool:

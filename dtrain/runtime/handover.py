@@ -53,7 +53,7 @@ def _gather(host: Host, generation: int, hosts: Iterable[HostPlan], *, freeze: b
                 host, one.address, "dtrain_report", generation, freeze=freeze
             )
         except (OSError, DTrainError):
-            # Without it an account is lost, of the epoch at hand; a shard is missed below.
+            # It is not needed unless it has shards; accounts are at the lead.
             if one.shards:
                 raise
     layout = Layout.from_dict(next(iter(reports.values()))["layout"])

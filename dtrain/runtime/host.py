@@ -27,7 +27,7 @@ from dtrain.runtime.arena import Arena
 from dtrain.runtime.calls import Calls
 from dtrain.runtime.data import Feed, Parts
 from dtrain.runtime.launch import Launch
-from dtrain.runtime.lead import Account, SyncLead
+from dtrain.runtime.lead import Account, AsyncLead, SyncLead
 from dtrain.runtime.points import at_point
 from dtrain.runtime.saver import Saver
 from dtrain.runtime.state import Begin, State
@@ -71,8 +71,8 @@ class Host:
         self.made: Segment | None = None
         self.link: Any = None
         self.saver: Saver = None  # type: ignore[assignment]
-        #: the gradients that this host accounts for: all of a synchronous job's at the chief,
-        #: its own replicas' in asynchronous mode
+        #: the gradients that this host accounts for: all of the job's at the chief; but those of
+        #: its own replicas in asynchronous mode in shared memory
         self.account: SyncLead | Account | None = None
         #: what the generation begins with: all of it at the chief, until all have it
         self.state: State | None = None
@@ -203,7 +203,7 @@ class Host:
         at_point("writing")
 
     def commit(self, contribution: Contribution, epoch: int, age: int, version: int) -> None:
-        """Account for an asynchronous gradient that was applied."""
+        """Account for an asynchronous gradient that was applied in shared memory."""
         assert isinstance(self.account, Account)
         with self.arena.lock:
             self.account.commit(contribution, epoch, age, version)
@@ -301,11 +301,16 @@ class Host:
         this is the lead shard.
         """
         hosted = self.arena.shards[shard]
-        version, age = hosted.push_pull(push.replica, push.request, push.version, push.grads, into)
+        version, age, fresh = hosted.push_pull(
+            push.replica, push.request, push.version, push.grads, into
+        )
         if shard != 0 or push.contribution is None:
             return version, age, None
         with self.arena.lock:
-            following = self.arena.lead.take(push.replica, push.request, push.epoch)
+            lead: AsyncLead = self.arena.lead
+            if fresh:
+                lead.account.commit(push.contribution, push.epoch, age, version)
+            following = lead.take(push.replica, push.request, push.epoch)
         return version, age, following
 
     # -- in the event loop: answering others ---------------------------------------------------

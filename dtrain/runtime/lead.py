@@ -79,8 +79,10 @@ class SyncLead:
 class AsyncLead:
     """Hands out the batches of an asynchronous job."""
 
-    def __init__(self, cursor: Cursor, commits: Callable[[], None]) -> None:
+    def __init__(self, cursor: Cursor, commits: Callable[[], None], account: Account) -> None:
         self.cursor = cursor
+        #: of all gradients: each passes through the lead shard
+        self.account = account
         self._commits = commits
 
     @property
@@ -95,7 +97,7 @@ class AsyncLead:
 
 
 class Account:
-    """What became of the asynchronous gradients of one host's replicas."""
+    """What became of asynchronous gradients: of a job's, or of one host's replicas."""
 
     def __init__(
         self, ledger: Ledger | None = None, totals: Totals | None = None, version: int = 0

@@ -113,9 +113,7 @@ class AsyncLink(Copies):
 
     def push(self, replica: int, contribution: Contribution, epoch: int) -> Batch | None:
         """Apply the replica's gradient, renew its parameters; returns its next batch."""
-        following, age = self._exchange(replica, contribution, epoch)
-        self._host.commit(contribution, epoch, age, self.versions[replica, 0])
-        return following
+        return self._exchange(replica, contribution, epoch)
 
     @property
     def exhausted(self) -> bool:
@@ -128,7 +126,7 @@ class AsyncLink(Copies):
 
     def _exchange(
         self, replica: int, contribution: Contribution | None, epoch: int
-    ) -> tuple[Batch | None, int]:
+    ) -> Batch | None:
         request = self.requests[replica]
         if contribution is not None:
             self.requests[replica] += 1
@@ -137,13 +135,13 @@ class AsyncLink(Copies):
             version = self.versions[replica, shard]
             push = Push(replica, request, version, contribution, epoch, grads)
             self._ports[shard].start(push, self.into[replica, shard])
-        following, lead_age = None, 0
+        following = None
         for shard in self._order:
-            version, age, batch = self._ports[shard].finish(replica)
+            version, _, batch = self._ports[shard].finish(replica)
             self.versions[replica, shard] = version
             if shard == 0:
-                following, lead_age = batch, age
-        return following, lead_age
+                following = batch
+        return following
 
     def close(self) -> None:
         """Nothing of its own to let go of."""

@@ -190,8 +190,6 @@ class Master(SchedulerPlugin):
         for record in list(self.jobs.values()):
             generation = record.machine.generation
             self.handle(record, WorkerLost(lost.address, lost.why))
-            if record.machine.terminal:
-                continue  # of a result there may be a copy elsewhere
             if record.machine.generation == generation and lost.address in record.futures:
                 record.futures.pop(lost.address).release()
         if lost.address in self.scheduler.workers:
@@ -311,10 +309,11 @@ class Master(SchedulerPlugin):
     def handle(self, record: Record, event: Event) -> None:
         machine = record.machine
         before = machine.state, machine.generation, len(machine.settled), bool(machine.hosts)
+        origin = machine.origin
         for command in machine.handle(event, self.now()):
             self._act(record, command)
         # Whoever waits is woken when something is settled, not by each that arrives.
-        if machine.state is State.RUNNING and before[0] is State.RECOVERING:
+        if origin is not None and machine.origin is not origin and machine.generation == before[1]:
             self.spawn(self.dispatch.drop_former(record))
         now = machine.state, machine.generation, len(machine.settled), bool(machine.hosts)
         if now != before:
@@ -438,9 +437,7 @@ class Master(SchedulerPlugin):
         """Let go of the result of an ended job."""
         record = self._record(job)
         if record.machine.terminal:
-            for future in record.futures.values():
-                future.release()
-            record.futures.clear()
+            self.dispatch.release(record)
 
     def attach(self, job: str, client: str | None) -> dict[str, Any]:
         """A client has come (back) to a job; an attached job lives on with it."""
@@ -460,17 +457,19 @@ class Master(SchedulerPlugin):
         beat = heartbeat_interval(len(self.scheduler.workers))
         stall = self.settings.stall
         described = record.describe(self.now(), stall, stall + 2 * beat, brief=brief)
-        if described["result"] is not None:
-            described["result"] = self._where(*described["result"])
+        if record.machine.state is State.SUCCEEDED:
+            described["result"] = self._where(record)
         return described
 
-    def _where(self, key: Any, chief: str) -> tuple[Any, str] | None:
-        """A result, at the chief or at the worker that has the copy."""
-        ts = self.scheduler.tasks.get(key)
-        holders = sorted(ws.address for ws in (ts.who_has or ())) if ts is not None else []
-        if not holders:
-            return None
-        return key, chief if chief in holders else holders[0]
+    def _where(self, record: Record) -> tuple[Any, str] | None:
+        """The key of a job's result, and the worker that has it: the chief, or that of the copy."""
+        chief = record.machine.hosts[0].address
+        for key in record.result_keys:
+            ts = self.scheduler.tasks.get(key)
+            holders = sorted(ws.address for ws in (ts.who_has or ())) if ts is not None else []
+            if holders:
+                return key, chief if chief in holders else holders[0]
+        return None
 
     # -- handlers for hosts --------------------------------------------------------------------
 

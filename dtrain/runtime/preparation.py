@@ -233,13 +233,13 @@ def _lead(host: Host, *, shared: bool) -> None:
     """The chief has the lead: it runs the machine of the steps, or of the batches."""
     plan, state = host.parts.plan, host.state
     if state is None:
-        host.account = None if host.synchronous else Account()
+        host.account = Account() if shared and not host.synchronous else None
         return
     if not host.synchronous:
-        host.account = Account(state.ledger, state.totals, state.step)
+        host.account = account = Account(state.ledger, state.totals, state.step)
         # In shared memory the cursor lies there too, and everyone takes from it.
         cursor = Cursor(plan, host.generation, state.cursor)
-        host.arena.lead = None if shared else AsyncLead(cursor, host.arena.commits)
+        host.arena.lead = None if shared else AsyncLead(cursor, host.arena.commits, account)
         return
     rounds = Rounds(
         host.generation,

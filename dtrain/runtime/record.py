@@ -37,6 +37,8 @@ class Record:
         self.rows = data.x.rows
         self.total_steps = _total_steps(spec, data)
         self.futures: dict[str, Future] = {}
+        #: the result of a success once more, at another worker
+        self.copy: Future | None = None
         self.watchers: list[asyncio.Task[Any]] = []
         self.changed = asyncio.Condition()
         #: set once nothing is left of an ended job on the workers
@@ -103,6 +105,8 @@ class Record:
         step, memory = said["step"], said["source"] == "memory"
         seen = max([e["step"] for e in self.machine.history], default=0)
         lost = 0 if memory or self.machine.generation == 1 else max(self.seen, seen) - step
+        if not memory:
+            self.seen = step
         return Restored(
             step,
             said["source"],
@@ -155,7 +159,8 @@ class Record:
         failure = machine.outcome.failure if machine.outcome else None
         shown = None if machine.state is State.SUCCEEDED else failure
         last = machine.history[-1] if machine.history else {}
-        step = max(last.get("step", 0), progress.get("step", 0))
+        # Between two generations nobody reports, and the job is no less far for that.
+        step = max(last.get("step", 0), progress.get("step", 0), self.seen)
         fresh = step > last.get("step", 0)
         described = {
             "id": self.id,
@@ -178,7 +183,7 @@ class Record:
             "ledger": machine.ledger or progress.get("ledger"),
             "metrics": _last_metrics(last),
             "output": spec.output if machine.state is State.SUCCEEDED else None,
-            "result": self._result(),
+            "result": None,  # the master knows where it lies
             "attached": self.attached,
             "generation": machine.generation,
             "losses": machine.losses,
@@ -193,13 +198,10 @@ class Record:
             described["exception"] = shown.exception if shown else None
         return described
 
-    def _result(self) -> tuple[str, str] | None:
-        """Where the result of a success lies: its key, and the worker's address."""
-        if self.machine.state is not State.SUCCEEDED:
-            return None
-        chief = self.machine.hosts[0].address
-        future = self.futures.get(chief)
-        return (future.key, chief) if future is not None else None
+    @property
+    def result_keys(self) -> list[Any]:
+        """Under which keys the result of a success is kept."""
+        return [f.key for f in (*self.futures.values(), self.copy) if f is not None]
 
     def _speed(self) -> float | None:
         machine, progress = self.machine, self.progress

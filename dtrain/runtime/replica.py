@@ -49,6 +49,10 @@ def run_host(launch: Launch) -> dict[str, Any] | None:
     service = service_at(address)
     if service is None:
         raise DTrainError(f"worker {address} has no dtrain service; expected one since its hello")
+    # Dask computes what is lost anew, be it the task of a job that is over: it is not begun again.
+    deadline = launch.settings.call_deadline
+    asked = {"job": launch.job, "generation": launch.generation}
+    service.start(service.ask_master("dtrain_newest", deadline, **asked)).result(deadline + 1)
     host = service.adopt(launch)
     try:
         with one_thread():

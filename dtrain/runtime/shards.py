@@ -333,24 +333,26 @@ class AsyncShard:
 
     def push_pull(
         self, replica: int, request: int, version: int, grads: Flat | None, into: Flat
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, bool]:
         """Apply ``grads`` (if any), copy the parameters to ``into``.
 
         ``request`` numbers the gradients of a replica; one that comes again is not applied
         again.  ``version`` is the one that the gradient was computed from.  Returns the version
-        copied and the age of the gradient: the updates applied between its pull and its apply.
+        copied, the age of the gradient (the updates applied between its pull and its apply), and
+        whether it was applied just now.
         """
         with self._lock:
             self.arena.commits()
             age = self.version - version
-            if grads is not None and self._last.get(replica, -1) < request:
+            fresh = grads is not None and self._last.get(replica, -1) < request
+            if grads is not None and fresh:
                 self._last[replica] = request
                 with quiet():
                     self._updater.apply(self.version + 1, grads)
                 self.version += 1
             for source, target in zip(self._params, into, strict=True):
                 target[...] = source
-            return self.version, age
+            return self.version, age, fresh
 
     @property
     def last(self) -> Mapping[int, int]:

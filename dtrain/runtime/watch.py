@@ -168,8 +168,11 @@ class Retirement:
         """Whom it is about; the same ones are then named to Dask."""
         workers = self.scheduler.workers
         if message.get("workers") is not None:
-            wanted = message["workers"]
-            return [address for address in wanted if address in workers]
+            # A cluster that is scaled down puts names there.
+            aliases = self.scheduler.aliases
+            found = [w if w in workers else aliases.get(w) for w in message["workers"]]
+            message["workers"] = [address for address in found if address in workers]
+            return list(message["workers"])
         if message.get("names") is not None:
             names = {str(name) for name in message["names"]}
             return [ws.address for ws in workers.values() if str(ws.name) in names]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -68,8 +69,8 @@ class WorkerService:
         self.address: str = worker.address
         #: job id -> its newest generation here
         self.hosts: dict[str, Host] = {}
-        #: job id -> the generation before, whose shards the newest has still to take over
-        self.former: dict[str, Host] = {}
+        #: (job id, generation) -> one that has ended, whose shards the newest may have to take over
+        self.former: dict[tuple[str, int], Host] = {}
         #: the jobs that had a part here, until the master says that they are over
         self._jobs: set[str] = set()
         #: job id -> up to which generation it was stopped, maybe before it began here, and why
@@ -237,18 +238,21 @@ class WorkerService:
         User code cannot be told to leave; after the grace time the two are here together.
         """
         if known.has_shards:
-            # Else that is still the one before it, if there is one.
-            self.former[launch.job] = known
+            self.former[launch.job, known.generation] = known
         known.stop("another generation of the job has begun", over=False)
         known.left.wait(launch.settings.stop_grace)
 
     def drop_former(self, host: Host) -> None:
         """The generation of ``host`` has begun: nobody needs the one before any more."""
-        self.former.pop(host.launch.job, None)
+        self._drop(host.launch.job, host.generation)
+
+    def _drop(self, job: str, before: float) -> None:
+        for key in [key for key in self.former if key[0] == job and key[1] < before]:
+            del self.former[key]
 
     def of_generation(self, job: str, generation: int) -> Host:
         """The host of a generation of a job, also of one that has ended."""
-        for host in (self.hosts.get(job), self.former.get(job)):
+        for host in (self.hosts.get(job), self.former.get((job, generation))):
             if host is not None and host.launch.generation == generation:
                 return host
         raise FencedError(f"job {job}, generation {generation}: not at {self.address}")
@@ -259,7 +263,7 @@ class WorkerService:
             del self.hosts[host.launch.job]
             if host.has_shards:
                 # The next generation may want what it has committed.
-                self.former[host.launch.job] = host
+                self.former[host.launch.job, host.generation] = host
         if not self.hosts:
             self._holders.clear()
 
@@ -376,14 +380,12 @@ class WorkerService:
 
     async def drop(self, job: str, before: int) -> None:
         """Another generation has what those before it had committed."""
-        host = self.former.get(job)
-        if host is not None and host.generation < before:
-            del self.former[job]
+        self._drop(job, before)
 
     async def forget(self, job: str, data: str | None) -> None:
         """The job has ended: nothing of it is left on this machine."""
         self._jobs.discard(job)
-        self.former.pop(job, None)
+        self._drop(job, math.inf)
         await offload(forget, job)
         if data is not None:
             await self.files.forget_input(data)

@@ -57,9 +57,6 @@ def runs_on(handle, count, generation=1):
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="`Cluster.scale` gives names as `workers`, which `_addresses` does not know"
-)
 @pytest.mark.parametrize("transport", ["auto", pytest.param("comm", marks=pytest.mark.slow)])
 def test_scaled_up_and_down(tmp_path, transport):
     with (

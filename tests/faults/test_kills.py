@@ -101,23 +101,9 @@ def test_killed_without_a_checkpoint(apart, tmp_path, role):
 FREE = [(role, point) for role, point in PASSES if point in ("computing", "writing")]
 
 
-#: Where memory is not shared, what a dead worker without shards had in its account is lost with
-#: it, though the gradients were applied: `handover._gather`.
-ACCOUNT_LOST = pytest.mark.xfail(
-    strict=True, reason="over the network the account of a dead replica's epoch is lost"
-)
-
-
 def free(where, often):
     return [
-        pytest.param(
-            where,
-            *pair,
-            marks=[
-                *([] if pair in often else [pytest.mark.slow]),
-                *([ACCOUNT_LOST] if (where, pair[0]) == ("apart", "plain") else []),
-            ],
-        )
+        pytest.param(where, *pair, marks=[] if pair in often else [pytest.mark.slow])
         for pair in FREE
     ]
 

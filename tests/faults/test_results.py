@@ -33,7 +33,7 @@ def succeeded(client):
 
 
 def settled(client, key):
-    ends = ("memory", "erred", "no-worker")
+    ends = ("memory", "erred", "no-worker", "released")
     until(lambda: client.run_on_scheduler(fate, key) in ends, 10, "it is still computed")
 
 
@@ -49,9 +49,6 @@ def kill(client, address):
     whole_again(client, 3)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Dask's memory manager drops the second copy that `_keep_twice` has made"
-)
 def test_a_result_outlives_the_worker_that_has_it(three):
     with succeeded(three) as (handle, _):
         # Dask thins out copies every two seconds: the next time is now.
@@ -71,9 +68,6 @@ def fate(key, dask_scheduler):
     return dask_scheduler.tasks[key].state
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Dask computes a lost result anew: the task of a job that is long over"
-)
 def test_a_job_that_is_over_does_not_begin_again(three):
     """Its chief lives, and all that have its result die: it is lost, and told to be."""
     with succeeded(three) as (handle, key):

@@ -147,9 +147,6 @@ def stopped():
     return [p.pid for p in children if p.status() == psutil.STATUS_STOPPED]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="`_place` clears the reports: until the next heartbeat nothing is known"
-)
 def test_the_step_in_the_status_does_not_go_back(three, tmp_path):
     """People see it, and nothing was lost."""
     with holding(tmp_path / "hold") as hold:

@@ -80,8 +80,16 @@ def tell(machine, *events, now=0.0):
     return [command for event in events for command in machine.handle(event, now)]
 
 
+def opened(machine):
+    """Events: all hosts of the generation have opened their memory."""
+    return [reached(h.address, 0, "opened", machine.generation) for h in machine.hosts]
+
+
 def job(state=State.QUEUED, now=0.0):
-    """A job in a state; STOPPING: about to be FAILED; RECOVERING: without hosts, generation 2."""
+    """A job in a state; STOPPING: about to be FAILED; RECOVERING: without hosts, generation 2.
+
+    One that is RUNNING has opened, and so had those that came after it.
+    """
     machine = JobMachine("j1", LIMITS, now, record)
     if state is State.QUEUED:
         return machine
@@ -92,6 +100,7 @@ def job(state=State.QUEUED, now=0.0):
     if state is State.PREPARING:
         return machine
     tell(machine, *(HostReady(1, host.address) for host in HOSTS), now=now)
+    tell(machine, *opened(machine), now=now)
     if state is State.RUNNING:
         return machine
     if state is State.RECOVERING:
@@ -266,7 +275,7 @@ def test_a_barrier_waits_for_all_hosts_with_replicas_and_takes_the_hosts_in_orde
 def test_the_first_phase_of_a_barrier_makes_no_record_and_stops_nothing():
     machine = job(State.RUNNING)
     tell(machine, reached(A, phase="trained", last=True), reached(B, phase="trained"))
-    assert machine.settled == {(0, "trained"): False}
+    assert machine.settled[0, "trained"] is False
     assert machine.history == []
     assert machine.state is State.RUNNING
 
@@ -458,11 +467,17 @@ def ready(machine, restored=None, shared=False, meeting=None):
     ]
 
 
-def again(machine, restored=None, hosts=NEW, now=0.0, **how):
-    """The next generation of a job that is placing, up to its running."""
+def runs(machine, restored=None, hosts=NEW, now=0.0, **how):
+    """The next generation of a job that is placing, up to its running: nobody has opened."""
     assert machine.placing
     tell(machine, Launched(hosts), now=now)
     return tell(machine, *ready(machine, restored, **how), now=now)
+
+
+def again(machine, restored=None, hosts=NEW, now=0.0, **how):
+    """The next generation of a job that is placing, until all have opened."""
+    commands = runs(machine, restored, hosts, now, **how)
+    return commands + tell(machine, *opened(machine), now=now)
 
 
 @pytest.mark.parametrize("state", [State.PREPARING, State.RUNNING])
@@ -632,7 +647,7 @@ def test_an_old_generations_word_cannot_end_a_job():
 # -- what a generation begins with -------------------------------------------------------------
 
 
-def test_the_origin_is_the_newest_generation_that_has_run():
+def test_the_origin_is_the_newest_generation_that_has_opened():
     machine = job(State.PREPARING)
     machine.handle(WorkerLost(B), 0.0)
     assert machine.origin is None
@@ -654,6 +669,7 @@ def test_memory_that_not_all_can_open_is_no_place_to_meet():
     tell(machine, HostReady(2, B, True, Restored(1, "memory"), "file"), HostReady(2, D, False))
     assert machine.state is State.RUNNING
     assert not machine.shared
+    tell(machine, *opened(machine))
     assert machine.origin == Origin(2, NEW, None)
 
 
@@ -710,16 +726,65 @@ def test_a_rollback_of_a_generation_that_never_ran_takes_nothing_back():
     assert [r["epoch"] for r in machine.history] == [1]
 
 
+@pytest.mark.parametrize("source", ["memory", "checkpoint", "start"])
+@pytest.mark.parametrize("some", [(), (B,), (D,)])
+@pytest.mark.parametrize("end", [WorkerLost(D), Change("a wish"), failed(B, "WORKERS_LOST")])
+def test_a_generation_that_dies_before_all_have_opened_leaves_things_as_they_were(
+    source, some, end
+):
+    """The one before it still has the state, and what belongs to it."""
+    machine = job(State.RUNNING)
+    tell(machine, reached(A), reached(B), now=1.0)
+    machine.handle(WorkerLost(B), 2.0)
+    was = Origin(1, HOSTS, dead=SECOND.replicas), list(machine.history), machine.ledger
+    assert (machine.origin, machine.history, machine.ledger) == was
+    assert len(machine.history) == 1
+    found = Restored(1, source, (), {**LEDGER, "replayed": 2}, lost=2)
+    runs(machine, found, now=3.0, shared=True, meeting="file 2")
+    tell(machine, *(reached(a, 0, "opened", 2) for a in some), now=4.0)
+    assert machine.state is State.RUNNING
+    assert (machine.origin, machine.history, machine.ledger) == was
+    machine.handle(replace(end, generation=2) if isinstance(end, HostFailed) else end, 5.0)
+    assert machine.placing
+    # Also those who have died: they had nothing of that generation in user code.
+    assert (machine.origin, machine.history, machine.ledger) == was
+    # The next one opens, and only then is it the one that counts.
+    runs(machine, Restored(3, "memory", ledger=LEDGER), HOSTS, now=6.0)
+    assert (machine.origin, machine.history, machine.ledger) == was
+    tell(machine, *opened(machine), now=7.0)
+    assert machine.origin == Origin(3, HOSTS)
+    assert (machine.history, machine.ledger) == (was[1], LEDGER)
+
+
+def test_what_was_found_in_memory_is_taken_over_once_all_have_opened():
+    machine = job(State.RUNNING)
+    tell(machine, reached(A), reached(B), now=1.0)
+    history = list(machine.history)
+    machine.handle(WorkerLost(C), 2.0)
+    account = {**LEDGER, "applied": 5, "replayed": 1}
+    runs(machine, Restored(3, "memory", ledger=account), now=3.0)
+    first, last = opened(machine)
+    tell(machine, first, now=4.0)
+    assert machine.ledger == LEDGER
+    tell(machine, last, now=5.0)
+    assert (machine.history, machine.ledger) == (history, account)
+    # Once: a repeat is of a barrier that is settled.
+    ignores(machine, first, now=6.0)
+
+
 def test_a_first_generation_may_begin_from_a_checkpoint():
     machine = job(State.PREPARING)
     tell(machine, *ready(machine, Restored(4, "checkpoint", (RECORD,), LEDGER)), now=1.0)
+    assert (machine.history, machine.ledger, machine.origin) == ([], None, None)
+    tell(machine, *opened(machine), now=1.0)
     assert machine.history == [RECORD]
     assert machine.ledger == LEDGER
     assert "goes on from step 4, from checkpoint" in [words for _, _, words in machine.story]
 
 
 def test_barriers_are_a_generations_own():
-    machine = job(State.RUNNING)
+    machine = job(State.PREPARING)
+    tell(machine, *ready(machine))
     tell(machine, reached(A, phase="opened"), reached(B, phase="opened"))
     assert machine.settled == {}
     tell(machine, reached(C, phase="opened"))
@@ -757,13 +822,13 @@ def test_the_result_dies_with_the_chief_and_is_made_again(returned):
     assert machine.outcome is None
     assert machine.losses == 1
     assert machine.history == history
-    # The dead had nothing in user code: all was done.
-    assert machine.origin.dead == ()
+    # It had nothing in user code: all was done.
+    assert machine.origin == Origin(1, HOSTS, dead=CHIEF.replicas)
     again(machine, Restored(3, "memory"))
     tell(machine, reached(B, 1, "finished", generation=2), now=2.0)
     assert machine.state is State.RUNNING
     tell(machine, reached(D, 1, "finished", generation=2), now=2.0)
-    assert machine.settled == {(1, "finished"): True}
+    assert machine.settled[1, "finished"] is True
     assert machine.state is State.STOPPING
     assert machine.history == history
     assert tell(machine, HostDone(2, D), HostDone(2, B)) == [End(State.SUCCEEDED)]
@@ -793,7 +858,7 @@ BAD, GOOD = Batch(1, 2, 3), Batch(1, 0, 3)
 
 
 def suspect(machine, *batches, victim=D):
-    """A death with these batches in user code, and the next generation up to its running."""
+    """A death with these batches in user code, and the next generation until it has opened."""
     machine.handle(WorkerLost(victim), 0.0)
     return again(machine, Restored(5, "memory", suspects=batches))
 
@@ -820,7 +885,7 @@ def test_a_suspect_counts_once_for_the_generation_that_it_ended():
     again(machine)
     machine.handle(WorkerLost(D), 0.0)
     for _ in range(3):
-        # Each finds the same marks in the file of the last that ran, and comes to nothing.
+        # Each finds the same marks in the file of the last that opened, and comes to nothing.
         tell(machine, Launched(NEW))
         number = machine.generation
         tell(machine, HostReady(number, B, restored=Restored(5, "memory", suspects=(BAD,))))
@@ -828,7 +893,7 @@ def test_a_suspect_counts_once_for_the_generation_that_it_ended():
         machine.handle(Change("a wish"), 0.0)
     again(machine, Restored(5, "memory", suspects=(BAD,)))
     assert machine.deaths == {BAD: 1}
-    # That one has run: the next time is another.
+    # That one has opened: the next time is another.
     suspect(machine, BAD)
     assert machine.deaths == {BAD: 2}
 
@@ -865,6 +930,7 @@ founds = st.one_of(
         Restored,
         st.integers(0, 9),
         st.sampled_from(["memory", "checkpoint", "start"]),
+        ledger=st.sampled_from([None, LEDGER]),
         lost=st.integers(0, 3),
         suspects=st.sampled_from([(), (BAD,), (BAD, GOOD)]),
     ),
@@ -895,7 +961,7 @@ events = st.one_of(
     st.just(ClientBack()),
     st.just(Tick()),
     # All that the present state waits for, which chance would rarely bring about.
-    st.sampled_from(["ready", "epoch", "last", "finished", "done"]),
+    st.sampled_from(["ready", "opened", "epoch", "last", "finished", "done"]),
 )
 
 
@@ -910,6 +976,8 @@ def at_hand(machine, event):
         if not machine.hosts:
             return [Launched(NEW)]
         return ready(machine)
+    if event == "opened":
+        return opened(machine)
     if event == "done":
         return [HostDone(number, h.address) for h in machine.hosts]
     training = [h.address for h in machine.hosts if h.replicas]
@@ -957,8 +1025,19 @@ def check(machine, was, event, commands, stopped):
         # Whoever has not returned has been told to stop.
         left = {h.address for h in machine.hosts} - machine.done
         assert {(machine.generation, a) for a in left} <= stopped
+    # What the job goes on from, and what is recorded, changes at a barrier of all alone.
+    open_now = isinstance(event, Reached) and event.phase == "opened"
     if machine.origin is not None:
         assert machine.origin.generation <= machine.generation
+        before = was["origin"]
+        if before is None or before.generation != machine.origin.generation:
+            assert open_now
+            assert machine.origin == Origin(machine.generation, machine.hosts)
+        elif before != machine.origin:
+            assert isinstance(event, WorkerLost)
+            assert before.generation == was["generation"]
+    if (machine.history, machine.ledger) != (was["history"], was["ledger"]):
+        assert open_now or (isinstance(event, Reached) and event.phase == "evaluated")
     assert max(machine.deaths.values(), default=0) <= POISON
     assert not set(machine.reached) & set(machine.settled)
 

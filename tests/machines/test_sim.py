@@ -22,6 +22,7 @@ from dtrain.machines.jobs import (
     HostReady,
     JobMachine,
     Launched,
+    Origin,
     Reached,
     State,
     WorkerLost,
@@ -79,6 +80,7 @@ def test_the_rules_hold_for_every_seed(plane, seeds):
         assert counts[what] > 100, (what, counts)
     for what in ("fenced workers", "memory", "found"):
         assert counts[what] > 50, (what, counts)
+    assert counts["ends before it has opened"] > 10, counts
     for state in State:
         if state not in (State.QUEUED, State.SUCCEEDED, State.FAILED, State.CANCELLED):
             assert counts[f"dies while {state}"], (state, counts)
@@ -412,7 +414,7 @@ class KeepsHistory(JobMachine):
     def handle(self, event, now):
         history = list(self.history)
         commands = super().handle(event, now)
-        if isinstance(event, HostReady) and self.generation > 1:
+        if isinstance(event, Reached) and event.phase == "opened" and self.generation > 1:
             self.history = history
         return commands
 
@@ -423,7 +425,7 @@ class KeepsItsFirstOrigin(JobMachine):
     def handle(self, event, now):
         before = self.origin
         commands = super().handle(event, now)
-        if before is not None and isinstance(event, HostReady):
+        if before is not None and isinstance(event, Reached) and event.phase == "opened":
             self.origin = before
         return commands
 
@@ -436,6 +438,35 @@ class FindsItsOriginTooEarly(JobMachine):
         if isinstance(event, Launched) and self.origin is not None:
             self.origin = replace(self.origin, generation=self.generation, meeting=self.generation)
         return commands
+
+
+class FindsItsOriginWhileItOpens(JobMachine):
+    """Takes a generation for the newest state once all are ready, and not all have opened."""
+
+    def handle(self, event, now):
+        commands = super().handle(event, now)
+        if isinstance(event, HostReady) and self.state is State.RUNNING:
+            self.origin = Origin(self.generation, self.hosts, self._meeting)
+        return commands
+
+
+class TakesOverTooEarly(JobMachine):
+    """Takes over what the chief has found once all are ready, and not all have opened."""
+
+    def handle(self, event, now):
+        commands = super().handle(event, now)
+        if isinstance(event, HostReady) and self.state is State.RUNNING:
+            self._opened()
+        return commands
+
+
+class LosesTheAccount(JobMachine):
+    """Goes on with the account of the last epoch's end."""
+
+    def _opened(self):
+        before = self.ledger
+        super()._opened()
+        self.ledger = before
 
 
 class NeverLetsBack(Membership):
@@ -622,7 +653,11 @@ BROKEN: list[tuple[dict[str, Any], str, type, str, dict[str, Any]]] = [
     (SHM, "job", CountsPoisonTwice, "for no cause", {"fate": "killer"}),
     (COMM, "job", KeepsHistory, "the epochs of the history", {"fate": "crashes"}),
     (SHM, "job", KeepsItsFirstOrigin, "and needed", {"fate": "crashes"}),
+    (COMM, "job", KeepsItsFirstOrigin, "and needed", {"fate": "crashes"}),
     (SHM, "job", FindsItsOriginTooEarly, "has left no file", {"fate": "crashes"}),
+    (COMM, "job", FindsItsOriginWhileItOpens, "and needed", {"fate": "crashes"}),
+    (COMM, "job", TakesOverTooEarly, "changed what is recorded", {"fate": "crashes"}),
+    (SHM, "job", LosesTheAccount, "the account is", {"fate": "crash"}),
     (SHM, "membership", NeverLetsBack, "and still fenced", {"fate": "stop"}),
     (COMM, "membership", FencesTheSlow, "was fenced, and it runs", {"fate": "slow"}),
     (SHM, "membership", FencesAtOnce, "was fenced after", {"fate": "stop"}),

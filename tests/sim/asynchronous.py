@@ -99,7 +99,7 @@ class AsyncWorld(World):
             words = [(IDLE, -1)] * s.replicas
             cursor = s.machines.cursor(self.plan, gen.number, state)
             gen.plane = File(cursor, shards, Ledger(), {}, words, set())
-            self.is_ready(host, Restored(0, "start"))
+            self.is_ready(host, Restored(0, "start", ledger=gen.plane.ledger.to_dict()))
             return
         old = self.origin(host)
         if old is not None:
@@ -163,7 +163,9 @@ class AsyncWorld(World):
         gen.plane = mine
         self.story.counts["memory"] += 1
         self.story.counts["duplicates"] += duplicates
-        self.is_ready(host, Restored(0, "memory", suspects=tuple(dict.fromkeys(suspects))))
+        suspects = tuple(dict.fromkeys(suspects))
+        restored = Restored(0, "memory", ledger=mine.ledger.to_dict(), suspects=suspects)
+        self.is_ready(host, restored)
 
     def asked(self, cursor: Cursor, replica: int) -> int:
         """The number of a replica's last request."""

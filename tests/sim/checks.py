@@ -24,6 +24,8 @@ class Checks:
     losses = 0
     #: (state, generation, hosts, outcome) before the event at hand
     was: tuple[Any, ...] = ()
+    #: the epochs and the account of gradients that were recorded before it
+    recorded: tuple[Any, ...] = ()
 
     def end(self, command: jobs.End) -> None:
         self.ends += 1
@@ -38,6 +40,7 @@ class Checks:
         job = self.job
         chief = job.hosts[0].address if job.hosts else None
         self.was = (job.state, job.generation, job._hosts, job.outcome, chief, set(job.done))
+        self.recorded = (list(job.history), job.ledger, self.opened)
 
     def behind(self, event: Any, commands: list[Any]) -> None:
         """After the job has taken an event."""
@@ -64,14 +67,15 @@ class Checks:
                 self.loses(event.address, job.generation > generation)
         elif job.generation > generation and not isinstance(event, jobs.Change):
             raise Broken(f"{event} began generation {job.generation}")
+        if job.generation > generation and state is State.RUNNING and not self.recorded[2]:
+            self.story.counts["ends before it has opened"] += 1
         if job.generation > generation and outcome is not None:
             handed = isinstance(event, jobs.WorkerLost) and event.address == chief
             if outcome.state is not State.SUCCEEDED or not handed:
                 raise Broken(f"{event} began generation {job.generation} of a job that had ended")
         if job.losses != self.losses:
             raise Broken(f"{job.losses} losses, expected {self.losses}")
-        if isinstance(event, jobs.Reached | jobs.HostReady):
-            self.check_history()
+        self.check_recorded(event)
         if job.state is State.RUNNING and state is not State.RUNNING:
             missing = [a for a in job._hosts if (generation, a) not in self.said]
             if missing:
@@ -95,6 +99,23 @@ class Checks:
             raise Broken(f"the loss of {address} is not told: {told}")
         if again == (self.losses > self.settings.max_losses):
             raise Broken(f"after {self.losses} losses: {job.state} in generation {job.generation}")
+
+    @property
+    def opened(self) -> bool:
+        """Whether all hosts of the newest generation have opened."""
+        return any(phase == "opened" for _, phase in self.job.settled)
+
+    def check_recorded(self, event: Any) -> None:
+        """What is recorded changes at a barrier alone, and is then what the chief has found."""
+        job = self.job
+        history, ledger, before = self.recorded
+        if not isinstance(event, jobs.Reached):
+            if (job.history, job.ledger) != (history, ledger):
+                raise Broken(f"{event} changed what is recorded")
+            return
+        self.check_history()
+        if self.opened and not before and job.ledger != job.restored.ledger:
+            raise Broken(f"the account is {job.ledger}, expected that of {job.restored}")
 
     def check_history(self) -> None:
         history = self.job.history

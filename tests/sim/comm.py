@@ -23,7 +23,7 @@ from dtrain.messages import (
 )
 from tests.sim.network import Arrives, Local
 from tests.sim.settings import WIDTH, Broken
-from tests.sim.sync import SyncHost, SyncWorld
+from tests.sim.sync import NOTHING, SyncHost, SyncWorld
 from tests.sim.world import Generation, Over
 
 
@@ -65,7 +65,7 @@ class Frozen:
     address: str
     #: index -> version, phase, parameters, slots
     shards: dict[int, tuple[int, Phase, list[list[float]], list[list[float]]]]
-    lead: tuple[Totals, int] | None
+    lead: tuple[Totals, dict[str, Any], int] | None
 
 
 @dataclass
@@ -92,8 +92,11 @@ class Plane:
     #: verdicts as they were told first, and the shards whose hosts wait for one
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     reporters: dict[int, set[int]] = field(default_factory=dict)
-    #: contributions that the lead has taken, repeats too
+    #: contributions that the lead has taken, repeats too; those that it began with
     told: int = 0
+    before: int = 0
+    #: its hosts have let go of it, for all of the next generation have opened theirs
+    dropped: bool = False
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Checkpoint:
     step: int
     totals: Totals
     history: tuple[dict[str, Any], ...]
-    ledger: dict[str, Any] | None
+    ledger: dict[str, Any]
     #: shard -> parameters and slots; whole once all are there
     pieces: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
 
@@ -109,6 +112,8 @@ class Checkpoint:
 class CommHost(SyncHost):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        #: whether it has its shards
+        self.opened = False
         self.frozen = False
         self.pushed = False
         self.have: dict[int, int] = {}
@@ -146,8 +151,16 @@ class CommWorld(SyncWorld):
 
     def hear_freeze(self, host: CommHost, message: Arrives, repeat: bool) -> None:
         """At an old host; the message comes to the generation that it names."""
-        host.frozen = self.recovery.fences
         gen, plane = host.gen, host.gen.plane
+        if plane is None or plane.dropped or not host.opened:
+            number = message.body.generation
+            if (
+                number == self.job.generation
+                and not self.processes[message.sender].hosts[number].began
+            ):
+                raise Broken(f"the shards of generation {gen.number} are gone, and needed")
+            return  # who has asked is gone too, or has them
+        host.frozen = self.recovery.fences
         shards = {}
         for index in host.plan.shards:
             shard = plane.shards[index]
@@ -156,7 +169,9 @@ class CommWorld(SyncWorld):
             shards[index] = (machine.version, machine.phase, *both)
         lead = None
         if host.address == gen.chief:
-            lead = (replace(self.recovery.totals(plane)), len(plane.rounds.arrived))
+            rounds = plane.rounds
+            totals = replace(self.recovery.totals(plane))
+            lead = (totals, rounds.ledger.to_dict(), len(rounds.arrived))
         body = Frozen(host.address, shards, lead)
         chief = message.sender
         self.send(host.address, chief, message.body.generation, body, ("frozen", message.key))
@@ -207,11 +222,12 @@ class CommWorld(SyncWorld):
                 raise Broken(f"shard {index} is {head}, and another at version {version}")
         params = [shards[i][2][version % 2] for i in sorted(shards)]
         slots = [shards[i][3][version % 2] for i in sorted(shards)]
-        totals, replayed = host.found[origin.hosts[0].address].lead
+        totals, known, replayed = host.found[origin.hosts[0].address].lead
         old = self.generations[origin.generation]
         old.taken = True
         self.story.counts["verdict reused"] += len({v for v, _ in heads.values()}) > 1
-        self.made(host, Restored(version, "memory"), params, slots, totals, replayed)
+        ledger = self.accounted(version, known, replayed)
+        self.made(host, Restored(version, "memory", ledger=ledger), params, slots, totals)
 
     def start(self, host: CommHost) -> None:
         """The memory is gone: the last checkpoint, else the initial values."""
@@ -219,14 +235,14 @@ class CommWorld(SyncWorld):
         before = len(self.generations[origin.generation].line) if origin else 0
         if found is None:
             first = self.reference.params[0]
-            restored = Restored(0, "start", lost=before)
-            self.made(host, restored, first, [[0.0] * WIDTH for _ in first], Totals(), 0)
+            restored = Restored(0, "start", ledger=NOTHING, lost=before)
+            self.made(host, restored, first, [[0.0] * WIDTH for _ in first], Totals())
             return
         pieces = [found.pieces[i] for i in range(self.settings.shards)]
         lost = before - found.step
         restored = Restored(found.step, "checkpoint", found.history, found.ledger, lost)
         params, slots = [p[0] for p in pieces], [p[1] for p in pieces]
-        self.made(host, restored, params, slots, found.totals, 0)
+        self.made(host, restored, params, slots, found.totals)
 
     def made(
         self,
@@ -235,7 +251,6 @@ class CommWorld(SyncWorld):
         params: list[list[float]],
         slots: list[list[float]],
         totals: Totals,
-        replayed: int,
     ) -> None:
         """The shards of this generation."""
         host.began = True
@@ -251,9 +266,18 @@ class CommWorld(SyncWorld):
                 both[1].reverse()
             machine = machines.shard(index, gen.number, step, self.plan.members)
             shards.append(Shard(machine, *both))
-        rounds = self.rounds(gen, step, totals, replayed)
-        gen.plane = Plane(rounds, shards, replace(totals))
+        rounds = self.rounds(gen, restored, totals)
+        gen.plane = Plane(rounds, shards, replace(totals), before=rounds.ledger.duplicates)
         self.is_ready(host, restored)
+
+    def command(self, event: Any, repeat: bool = False) -> bool:
+        taken = super().command(event, repeat)
+        if self.opened:
+            # Everyone has its shards: nobody needs those of the hosts before.
+            for number, gen in self.generations.items():
+                if number < self.job.generation and gen.plane is not None:
+                    gen.plane.dropped = True
+        return taken
 
     def save(self, gen: Generation, shard: Shard, version: int) -> None:
         """A shard adds its piece to the checkpoint of a version."""
@@ -264,7 +288,8 @@ class CommWorld(SyncWorld):
         if found is None:
             epochs = self.plan.locate(version - 1)[0]
             history = tuple(self.job.history[:epochs])
-            found = Checkpoint(version, replace(gen.plane.totals), history, self.job.ledger)
+            ledger = gen.plane.rounds.ledger.to_dict()
+            found = Checkpoint(version, replace(gen.plane.totals), history, ledger)
             self.checkpoints[version] = found
         index = shard.machine.index
         found.pieces[index] = (list(shard.params[version % 2]), list(shard.slots[version % 2]))
@@ -275,6 +300,7 @@ class CommWorld(SyncWorld):
     # -- a host's loop -------------------------------------------------------------------------
 
     def opens(self, host: CommHost, step: int, recorded: int) -> bool:
+        host.opened = True
         shards = host.gen.plane.shards
         host.have = dict.fromkeys(range(len(shards)), step)
         host.params = {i: list(s.params[step % 2]) for i, s in enumerate(shards)}
@@ -481,7 +507,7 @@ class CommWorld(SyncWorld):
                 if gen.at_shard[shard.machine.index] == gen.chief:
                     self.act(gen, shard, self.tell(shard.machine, verdict))
             self.publish(gen, verdict.step)
-        ledger, before = plane.rounds.ledger, (gen.ledger or {}).get("duplicates", 0)
+        ledger, before = plane.rounds.ledger, plane.before
         mine = sum(g == gen.number for g in gen.line)
         members = self.reference.members[len(gen.line) - mine : len(gen.line)]
         applied = sum(map(len, members))

@@ -11,7 +11,7 @@ from dtrain.machines.jobs import Restored
 from dtrain.machines.rounds import Rounds, Totals
 from dtrain.messages import Batch, Contribution, Pushed, Reduced
 from tests.sim.settings import WIDTH, Broken
-from tests.sim.sync import SyncHost, SyncWorld
+from tests.sim.sync import NOTHING, SyncHost, SyncWorld
 from tests.sim.world import Generation
 
 NAN = [math.nan] * WIDTH
@@ -67,7 +67,7 @@ class ShmWorld(SyncWorld):
         if gen.origin is None:
             first = self.reference.params[0]
             slots = [[0.0] * WIDTH for _ in first]
-            self.made(host, Restored(0, "start"), first, slots, Totals(), 0)
+            self.made(host, Restored(0, "start", ledger=NOTHING), first, slots, Totals())
             return
         file = self.origin(gen)
         if file is None:
@@ -107,8 +107,9 @@ class ShmWorld(SyncWorld):
         replayed = sum(file.pushed.get(i, 0) > version for i in members)
         marks = [file.marks.get(i) for i in gen.origin.dead]
         suspects = tuple(dict.fromkeys(m for m in marks if m is not None))
-        restored = Restored(version, "memory", suspects=suspects)
-        self.made(host, restored, params, slots, file.totals[version % 2], replayed)
+        ledger = self.accounted(version, gen.ledger, replayed)
+        restored = Restored(version, "memory", ledger=ledger, suspects=suspects)
+        self.made(host, restored, params, slots, file.totals[version % 2])
 
     def made(
         self,
@@ -117,7 +118,6 @@ class ShmWorld(SyncWorld):
         params: list[list[float]],
         slots: list[list[float]],
         totals: Totals,
-        replayed: int,
     ) -> None:
         """The file of this generation."""
         gen, step = host.gen, restored.step
@@ -130,7 +130,7 @@ class ShmWorld(SyncWorld):
             moved.reverse()
         totals = self.of_epoch(step, len(self.job.history), totals)
         file = File(step, step, both, moved, [replace(totals), replace(totals)])
-        file.rounds = self.rounds(gen, step, totals, replayed)
+        file.rounds = self.rounds(gen, restored, totals)
         gen.plane = file
         self.is_ready(host, restored)
 
@@ -138,7 +138,7 @@ class ShmWorld(SyncWorld):
         super().poll(key)
         # Everyone has opened the new file: nobody needs the old one.
         gen = self.generations.get(self.job.generation)
-        opened = key[0] == "barrier" and key[3:] in self.job.settled and key[-1] == "opened"
+        opened = key[0] == "barrier" and key[-1] == "opened" and self.opened
         if opened and gen is not None and gen.origin is not None:
             self.generations[gen.origin.generation].plane.removed = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.sim.settings import WIDTH, Broken, Settings
 from tests.sim.world import Generation, Host, World
 
 COUNTERS = ("late", "rejected", "replayed", "duplicates")
+#: The account of a job that begins.
+NOTHING = Ledger().to_dict()
 
 
 class SyncHost(Host):
@@ -135,16 +138,26 @@ class SyncWorld(World):
 
     # -- the lead ------------------------------------------------------------------------------
 
-    def rounds(self, gen: Generation, step: int, totals: Totals, replayed: int) -> Rounds:
-        """The lead's machine for a generation that begins at ``step``."""
-        machines, s = self.settings.machines, self.settings
-        ledger = machines.ledger.of_steps(self.plan, step)
+    def accounted(
+        self, step: int, known: Mapping[str, Any] | None, replayed: int
+    ) -> dict[str, Any]:
+        """The whole account of a state found in memory: it follows from the number of steps.
+
+        How often something came late or again does not; that is ``known``, as of some time before.
+        """
+        ledger = self.settings.machines.ledger.of_steps(self.plan, step)
         for name in COUNTERS:
-            setattr(ledger, name, (gen.ledger or {}).get(name, 0))
+            setattr(ledger, name, (known or {}).get(name, 0))
         ledger.replayed += replayed
+        return ledger.to_dict()
+
+    def rounds(self, gen: Generation, restored: Restored, totals: Totals) -> Rounds:
+        """The lead's machine for a generation: its own account begins with what was found."""
+        machines, s = self.settings.machines, self.settings
+        ledger = machines.ledger.from_dict(restored.ledger)
         return machines.rounds(
             gen.number,
-            step,
+            restored.step,
             s.shards,
             s.replicas,
             self.plan.members,
@@ -206,6 +219,7 @@ class SyncWorld(World):
             return  # It comes too late, and will be told so.
         if params != self.reference.params[step]:
             raise Broken(f"version {step} was recovered as {params}")
+        self.check_ledger(Ledger.from_dict(restored.ledger), step)
         before = [] if origin is None else self.generations[origin.generation].line
         newer = [g for g in self.generations.values() if g.line and g.line[-1] == g.number]
         last = max((g.number for g in newer), default=0)

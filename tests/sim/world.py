@@ -338,7 +338,10 @@ class World(Faults, Checks, Network):
         elif outcome is not None and outcome.state is not State.SUCCEEDED:
             answer = Over("it is about to end")
         elif what == "ready" and job.state in (State.RUNNING, State.STOPPING):
-            answer = Go(key, step=job.restored.step, recorded=len(job.history))
+            found = job.restored
+            # The chief says so: the master itself takes it over once all have opened.
+            recorded = job.history if found.source == "memory" else found.history
+            answer = Go(key, step=found.step, recorded=len(recorded))
         elif what == "end" and outcome is not None:
             answer = Go(key, stop=True)
         elif what == "barrier" and key[3:] in job.settled:
