@@ -49,9 +49,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         began = time.monotonic()
         while victim.handle.state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
             time.sleep(dice.uniform(0.5, 6.0))
-            pids = victim.pids() if victim.handle.status()["shards"] else []
-            if not pids:
+            status = victim.handle.status()
+            if status["state"] != "RUNNING":
                 continue  # between two generations, or at the end
+            pids = victim.pids()
             kind = dice.choice(list(KINDS))
             stopped = strike(kind, pids)
             faults[kind] += 1

@@ -114,8 +114,8 @@ def seconds(key: str, value: Any) -> float:
     try:
         # Dask knows minutes by every name but this one.
         known = re.sub(r"(?<=[\d ])min$", "minutes", value) if isinstance(value, str) else value
-        found = float("nan") if isinstance(value, bool) else parse_timedelta(known, "seconds")
-    except (ValueError, TypeError, KeyError, AttributeError):
+        found = float(parse_timedelta("" if isinstance(value, bool) else known, "seconds"))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError):
         found = float("nan")
     if not 0 < found < math.inf:
         raise SpecError(f"{key}: found {value!r}, expected a time above zero such as '30s'")

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from dtrain.config import seconds
@@ -75,8 +76,13 @@ class Checkpoint:
         if not isinstance(place, str) or not place:
             raise SpecError(f"checkpoint.dir: found {self.dir!r}, expected a path or a URL")
         object.__setattr__(self, "dir", place if "://" in place else os.path.abspath(place))
-        if isinstance(self.every, int):
-            object.__setattr__(self, "every", whole("checkpoint.every", self.every))
+        if place.startswith("memory:"):
+            raise SpecError(
+                f"checkpoint.dir: found {place!r}, expected a place that outlives its process"
+            )
+        every: Any = self.every
+        if isinstance(every, Integral):
+            object.__setattr__(self, "every", whole("checkpoint.every", every))
         else:
             seconds("checkpoint.every", self.every)
         object.__setattr__(self, "keep", whole("checkpoint.keep", self.keep))

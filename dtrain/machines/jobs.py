@@ -497,8 +497,7 @@ class JobMachine:
         self.done.add(event.address)
         commands: list[Command] = []
         if self.outcome is None:
-            failure = Failure("CONTROLLER", f"the task of {host} returned before its job had ended")
-            commands = self._fail(failure, now)
+            return self._lose(f"the task of {host} returned before its job had ended", now)
         return commands + self._finish_if_done(now)
 
     def _worker_lost(self, event: WorkerLost, now: float) -> list[Command]:

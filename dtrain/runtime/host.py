@@ -87,8 +87,6 @@ class Host:
         self._steps: dict[int, int] = dict.fromkeys(self.plan.replicas, 0)
         #: the replica that is in user code, and since when
         self._computing: tuple[int, float] | None = None
-        #: seconds that user code takes, on the average of late
-        self._usual: float | None = None
         self._on_stop: list[Callable[[], None]] = []
         #: set once the thread of the host's task has left
         self.left = threading.Event()
@@ -196,7 +194,8 @@ class Host:
         """It has come back, with a gradient: a local step more."""
         assert self._computing is not None
         spent = time.monotonic() - self._computing[1]
-        self._usual = spent if self._usual is None else 0.9 * self._usual + 0.1 * spent
+        usual, job = self.service.usual, self.launch.job
+        usual[job] = 0.9 * usual.get(job, spent) + 0.1 * spent
         self._steps[replica] += 1
         self._computing = None
         self.arena.unmark(replica)
@@ -324,7 +323,7 @@ class Host:
             "epoch": self.epoch,
             "steps": {str(i): count for i, count in self._steps.items()},
             "computing": None if computing is None else [computing[0], now - computing[1]],
-            "usual": self._usual,
+            "usual": self.service.usual.get(self.launch.job),
         }
         if self.account is not None and self.arena is not None and self.calls.stopped is None:
             with self.arena.lock:

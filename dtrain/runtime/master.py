@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
-from distributed.utils import offload
 
 from dtrain import metrics
 from dtrain._version import __version__
@@ -55,6 +54,7 @@ from dtrain.machines.membership import (
     Left,
     Lost,
     Membership,
+    Retiring,
     Stuck,
 )
 from dtrain.messages import Failure
@@ -139,6 +139,7 @@ class Master(SchedulerPlugin):
             "dtrain_alive": self.alive,
             "dtrain_events": self.events,
             "dtrain_lost": self.lost,
+            "dtrain_leaving": self.leaving,
         }
         for op, handler in self.handlers.items():
             scheduler.handlers[op] = answering(handler)
@@ -157,9 +158,10 @@ class Master(SchedulerPlugin):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # Nobody goes on with a job without its master.
         for record in self.jobs.values():
-            await offload(forget, record.id)
+            # Here, not in a thread: when a script just ends there are no threads to be had.
+            forget(record.id)
             if record.file is not None:
-                await offload(discard, record.file)
+                discard(record.file)
         await self.dispatch.close()
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
@@ -257,16 +259,21 @@ class Master(SchedulerPlugin):
         """Jobs leave these workers; returns once they train without them, or cannot."""
         until = self.now() + self.settings.prepare_deadline
         for record in list(self.jobs.values()):
-            machine = record.machine
-            hosts = [h for h in machine.hosts if h.address in addresses]
-            origin = machine.origin
-            needed = () if origin is None or machine.state is State.RUNNING else origin.hosts
-            if machine.terminal or not (hosts or any(h.address in addresses for h in needed)):
-                continue
-            if hosts:
-                names = ", ".join(map(str, hosts))
-                self.handle(record, Change(f"{names} is about to leave"))
-            await self._until(record, lambda m: m.state is not State.RECOVERING or m.placing, until)
+            if self._leave_one(record, addresses):
+                await self._until(
+                    record, lambda m: m.state is not State.RECOVERING or m.placing, until
+                )
+
+    def _leave_one(self, record: Record, addresses: list[str]) -> bool:
+        """A job leaves these workers; whether it has, or has had, a part on them."""
+        machine, origin = record.machine, record.machine.origin
+        hosts = [h for h in machine.hosts if h.address in addresses]
+        needed = () if origin is None or machine.state is State.RUNNING else origin.hosts
+        if machine.terminal or not (hosts or any(h.address in addresses for h in needed)):
+            return False
+        if hosts:
+            self.handle(record, Change(f"about to leave: {', '.join(map(str, hosts))}"))
+        return True
 
     async def _until(self, record: Record, settled: Any, until: float) -> None:
         async with record.changed:
@@ -366,6 +373,12 @@ class Master(SchedulerPlugin):
         ready = self.membership.ready()
         if not ready:
             raise ClusterError(f"no worker can train; {self._problems()}")
+        least = asked.recovery.min_workers
+        if len(ready) < least:
+            raise ClusterError(
+                f"found {len(ready)} workers that can train, expected at least {least} "
+                f"(recovery.min_workers)"
+            )
         keys = [key for array in plan.arrays for key in array.keys]
         lost = [key for key in keys if key not in self.scheduler.tasks]
         if lost:
@@ -576,6 +589,12 @@ class Master(SchedulerPlugin):
         self, job: str, generation: int, address: str, failure: dict[str, Any]
     ) -> None:
         self.handle(self._record(job), HostFailed(generation, address, Failure(**failure)))
+
+    def leaving(self, address: str) -> None:
+        """A worker is closing, and nobody has retired it: its jobs leave it at once."""
+        self.membership.handle(Retiring(address), self.now())
+        for record in list(self.jobs.values()):
+            self._leave_one(record, [address])
 
     def note(self, job: str, generation: int, words: str, saved: int | None) -> None:
         self.handle(self._record(job), Noted(generation, words, saved))

@@ -21,6 +21,7 @@ from dtrain.layout import Layout
 from dtrain.machines.cursor import Cursor, Plan
 from dtrain.machines.ledger import Ledger
 from dtrain.machines.rounds import Totals
+from dtrain.optim import Optimizer
 from dtrain.runtime import checkpoint, handover
 from dtrain.runtime.checkpoint import Entry, Snapshot
 from dtrain.runtime.data import read_blob
@@ -202,13 +203,12 @@ def _from_checkpoint(host: Host, entry: Entry, initial: State) -> State:
 def _check(host: Host, entry: Entry, found: Snapshot, initial: State) -> None:
     """Raise CheckpointError unless the job can go on from it as if it had never stopped."""
     problem = difference(found.about, host.launch.spec.to_dict(), host.launch.data.x.rows)
-    pairs = (
-        ("variables", found.layout.to_dict(), initial.layout.to_dict()),
-        ("optimizer slots", sorted(found.slots), sorted(host.optimizer.slots)),
-    )
-    for name, was, wanted in pairs:
-        if problem is None and was != wanted:
-            problem = _differs(name, was, wanted)
+    was, wanted = found.layout.to_dict(), initial.layout.to_dict()
+    if problem is None and was != wanted:
+        problem = _differs("variables", _named(was), _named(wanted))
+    total = host.parts.plan.total_steps
+    if problem is None and host.synchronous and found.step > total:
+        problem = f"it is at step {found.step}, expected at most {total}, the job's last"
     if problem is not None:
         raise CheckpointError(f"{entry.where}/{entry.name}: {problem}")
 
@@ -219,6 +219,10 @@ def difference(about: Mapping[str, Any], spec: Mapping[str, Any], rows: int) -> 
     for name, was, wanted in [*pairs, ("rows", about["rows"], rows)]:
         if was != wanted:
             return _differs(name, was, wanted)
+    was, wanted = about["spec"]["optimizer"], spec["optimizer"]
+    if sorted(Optimizer.from_dict(was).slots) != sorted(Optimizer.from_dict(wanted).slots):
+        # Its numbers, a learning rate say, may be others; what it has gathered may not.
+        return _differs("optimizer", was, wanted)
     return None
 
 
@@ -227,6 +231,10 @@ def _differs(name: str, was: Any, wanted: Any) -> str:
         f"it has {name} {_short(was)}, expected {_short(wanted)}, those of the job that is to go "
         f"on from it"
     )
+
+
+def _named(layout: Mapping[str, Any]) -> dict[str, Any]:
+    return {v["name"]: (v["dtype"], *v["shape"]) for v in layout["variables"]}
 
 
 def _short(value: Any) -> str:

@@ -347,6 +347,7 @@ class AsyncShard:
             fresh = grads is not None and self._last.get(replica, -1) < request
             if grads is not None and fresh:
                 self._last[replica] = request
+                at_point("applying")
                 with quiet():
                     self._updater.apply(self.version + 1, grads)
                 self.version += 1

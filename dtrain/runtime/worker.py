@@ -73,6 +73,8 @@ class WorkerService:
         self.former: dict[tuple[str, int], Host] = {}
         #: the jobs that had a part here, until the master says that they are over
         self._jobs: set[str] = set()
+        #: job id -> seconds that its user code takes here, on the average of late
+        self.usual: dict[str, float] = {}
         #: job id -> up to which generation it was stopped, maybe before it began here, and why
         self._stops: dict[str, tuple[int, str, bool]] = {}
         self._arrival = asyncio.Condition()
@@ -125,6 +127,10 @@ class WorkerService:
     async def close(self) -> None:
         """Leave no job and no thread behind; late messages still get a typed refusal."""
         self.worker.metrics.pop("dtrain", None)
+        if self.hosts:
+            # Not a loss, if the master hears of it in time.
+            with suppress(OSError, DTrainError):
+                await self.ask_master("dtrain_leaving", _LEAVE, address=self.address)
         _services.pop(self.address, None)
         for host in list(self.hosts.values()):
             host.stop("its worker is closing", over=False)
@@ -385,6 +391,7 @@ class WorkerService:
     async def forget(self, job: str, data: str | None) -> None:
         """The job has ended: nothing of it is left on this machine."""
         self._jobs.discard(job)
+        self.usual.pop(job, None)
         self._drop(job, math.inf)
         await offload(forget, job)
         if data is not None:

@@ -70,7 +70,7 @@ def test_scaled_up_and_down(tmp_path, transport):
         watch(handle, lambda: runs_on(handle, 1, generation), 60, seen)
         until(lambda: len(client.scheduler_info()["workers"]) == 1, 30, "still there")
         # Moved before it went: there was no loss to notice.
-        assert "is about to leave" in told(handle)
+        assert "about to leave: " in told(handle)
         assert "is gone" not in told(handle)
 
 

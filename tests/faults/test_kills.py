@@ -98,7 +98,7 @@ def test_killed_without_a_checkpoint(apart, tmp_path, role):
 
 
 #: In asynchronous mode nobody waits, and no step is decided.
-FREE = [(role, point) for role, point in PASSES if point in ("computing", "writing")]
+FREE = [(role, point) for role, point in PASSES if point in ("computing", "writing", "applying")]
 
 
 def free(where, often):

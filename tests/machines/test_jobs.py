@@ -319,18 +319,21 @@ def test_a_worker_without_a_part_in_the_job_may_go():
 
 
 @pytest.mark.parametrize("state", [State.PREPARING, State.RUNNING])
-def test_a_task_that_returns_early_is_a_failure_that_names_it(state):
+def test_a_task_that_returns_early_is_a_loss_that_names_it(state):
+    """Its worker is closing, say; the others go on."""
     machine = job(state)
-    (stop,) = machine.handle(HostDone(1, B), 1.0)
+    stop, place = machine.handle(HostDone(1, B), 1.0)
     assert stop.addresses == (A, C)
-    assert machine.outcome.failure.reason == "CONTROLLER"
-    assert "the task of worker bert (b:1) returned before" in machine.outcome.failure.message
+    assert place == Place()
+    assert machine.losses == 1
+    assert "the task of worker bert (b:1) returned before" in machine.story[-1][2]
 
 
-def test_of_one_host_alone_an_early_return_ends_the_job():
-    machine = JobMachine("j1", LIMITS, 0.0, record)
+def test_tasks_that_return_early_again_and_again_end_the_job():
+    machine = JobMachine("j1", replace(LIMITS, max_losses=0), 0.0, record)
     tell(machine, Launched((CHIEF,)))
     assert machine.handle(HostDone(1, A), 1.0) == [End(State.FAILED)]
+    assert machine.outcome.failure.reason == "WORKERS_LOST"
 
 
 def test_who_does_not_stop_within_the_grace_time_is_named_and_not_waited_for():
@@ -1003,13 +1006,13 @@ def check(machine, was, event, commands, stopped):
     assert began in (0, 1)
     assert machine.losses - was["losses"] in (0, 1)
     if began:
-        assert isinstance(event, WorkerLost | HostFailed | Change)
+        assert isinstance(event, WorkerLost | HostFailed | HostDone | Change)
         assert commands[-1] == Place()
         assert machine.placing
         assert [machine.ready, machine.done] == [set(), set()]
         assert [machine.reached, machine.settled] == [{}, {}]
         left = {h.address for h in was["hosts"]} - was["done"]
-        if isinstance(event, WorkerLost):
+        if isinstance(event, WorkerLost | HostDone):
             left.discard(event.address)
         told = [a for c in commands if isinstance(c, Stop) for a in c.addresses]
         assert set(told) == left

@@ -412,6 +412,7 @@ class AsyncLink(Copies, _Link):
                 if shard == 0:
                     age = version - self.versions[replica, 0]
                 if push:
+                    at_point("applying")
                     with quiet():
                         self._updaters[shard].apply(version + 1, self.flat_grads[replica, shard])
                     version += 1
