@@ -151,6 +151,8 @@ def _summary(status: dict[str, Any]) -> dict[str, Any]:
         **{name: value for name, value in metrics.items() if name not in known},
         "samples/s": status.get("samples_per_s"),
         "seconds": trained or None,
+        "workers lost": status.get("losses") or None,
+        "saved at step": status.get("saved"),
         "replicas": _places(status.get("replicas")),
         "model": status.get("output"),
     }
@@ -222,7 +224,7 @@ def why(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> No
 def events(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
     """Tell all that has happened to a job: states, losses, recoveries, checkpoints.
 
-    
+    \b
     Example:
       dtrain events 3f2a
     """
