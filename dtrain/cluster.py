@@ -289,6 +289,7 @@ def _embedded(workers: int | None) -> Iterator[Client]:
                 # Its bare HTTP server takes any port, not one that another cluster wants.
                 scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
                 silence_logs=logging.CRITICAL,
+                preload=[_MUTE],
             )
             stack.callback(cluster.close, timeout=10)
             # Also for whoever leaves at once, as the CLI does when it is interrupted twice.
@@ -297,6 +298,11 @@ def _embedded(workers: int | None) -> Iterator[Client]:
             stack.callback(client.close, timeout=5)
             stack.callback(cluster.forget_jobs)
         yield client
+
+
+#: Run by each worker process as it starts.  One that is started again, after a death, just when
+#: all is closed would tell of its lost connection in a traceback.
+_MUTE = "import logging; logging.getLogger('tornado.application').setLevel(logging.CRITICAL + 1)"
 
 
 def _forget_jobs(cluster: Any) -> None:
