@@ -127,28 +127,27 @@ class WorkerService:
     async def close(self) -> None:
         """Leave no job and no thread behind; late messages still get a typed refusal."""
         self.worker.metrics.pop("dtrain", None)
-        if self.hosts:
+        # Asked first: Dask gives a worker that closes a few seconds in all.
+        shared = bool(self._jobs or self.files.names)
+        alone = shared and not await offload(answers, self._scheduler_address())
+        if self.hosts and not alone:
             # Not a loss, if the master hears of it in time.
             with suppress(OSError, DTrainError):
                 await self.ask_master("dtrain_leaving", _LEAVE, address=self.address)
         _services.pop(self.address, None)
-        for host in list(self.hosts.values()):
-            host.stop("its worker is closing", over=False)
-            # What a thread still looks at is not closed under it; the process goes soon anyway.
-            left = await offload(lambda host=host: host.left.wait(_LEAVE))
-            await offload(host.close if left else host.abandon)
-        # Those whose threads have left already are not among the hosts any more.
-        jobs = self._jobs.copy()
-        self.hosts.clear()
-        self.former.clear()
         # What is shared outlives this worker, for those that go on; without a scheduler nobody can.
-        shared = bool(jobs or self.files.names)
-        alone = shared and not await offload(answers, self._scheduler_address())
         if alone:
-            for job in jobs:
+            for job in self._jobs:
                 await offload(forget, job)
             for name in self.files.names:
                 await offload(self.files.forget, name)
+        for host in list(self.hosts.values()):
+            host.stop("its worker is closing", over=alone)
+            # What a thread still looks at is not closed under it; the process goes soon anyway.
+            left = await offload(lambda host=host: host.left.wait(_LEAVE))
+            await offload(host.close if left else host.abandon)
+        self.hosts.clear()
+        self.former.clear()
         await offload(self.files.close)
 
     async def _spare(self) -> Spare:
