@@ -100,6 +100,12 @@ def reseal(folder: Path, change) -> None:
     path.write_bytes(manifest.seal(json.dumps(values, separators=(",", ":")).encode()))
 
 
+@pytest.fixture(autouse=True)
+def heard(caplog):
+    """Warnings are, also after a test of a command that is quiet."""
+    caplog.set_level(logging.WARNING, logger="dtrain.checkpoint")
+
+
 @pytest.fixture
 def where(tmp_path) -> Path:
     return tmp_path / "checkpoints"
