@@ -302,19 +302,22 @@ class Dispatch:
 
     # -- workers that do not run ---------------------------------------------------------------
 
-    def free_data(self, address: str) -> None:
-        """A fenced worker may have chunks that nobody else has: without it Dask has them made anew.
+    def renew(self, address: str) -> None:
+        """Have a fenced worker started again, where waiting for it to come back would not do.
 
-        Its nanny starts it again, if it has one.
+        It may be the only one with chunks that a job needs: without it Dask has them made anew.
+        Or its thread may be in user code without end: then only if a nanny brings it back.
         """
         ws = self.master.scheduler.workers[address]
         plans = [r.data for r in self.master.jobs.values() if r.data is not None]
         keys = {key for plan in plans for array in plan.arrays for key in array.keys}
         if any(ts.key in keys and len(ts.who_has or ()) == 1 for ts in ws.has_what):
-            self.master.spawn(self.restart(address))
+            self.master.spawn(self._restart(address, "it alone has data that a job needs"))
+        elif ws.nanny and self.master.membership.members[address].stuck:
+            self.master.spawn(self._restart(address, "its user code does not return"))
 
-    async def restart(self, address: str) -> None:
-        logger.warning("worker %s is restarted: it has what others need", address)
+    async def _restart(self, address: str, why: str) -> None:
+        logger.warning("worker %s is started again: %s", address, why)
         try:
             await asyncio.wait_for(
                 self.master.scheduler.restart_workers(

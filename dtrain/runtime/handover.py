@@ -20,7 +20,7 @@ from dtrain.machines.cursor import Cursor
 from dtrain.machines.jobs import HostPlan
 from dtrain.machines.ledger import Ledger
 from dtrain.runtime.shards import cut
-from dtrain.runtime.state import State
+from dtrain.runtime.state import State, fresh_slots
 
 if TYPE_CHECKING:
     from dtrain.runtime.host import Host
@@ -56,15 +56,12 @@ def _gather(host: Host, generation: int, hosts: Iterable[HostPlan], *, freeze: b
             # It is not needed unless it has shards; accounts are at the lead.
             if one.shards:
                 raise
-    layout = Layout.from_dict(next(iter(reports.values()))["layout"])
-    host.layout_known(layout)
-    state = State(
-        layout=layout,
-        params=aligned_bytes(layout.nbytes),
-        slots={name: aligned_bytes(layout.nbytes) for name in host.optimizer.slots},
-        source="memory",
-    )
-    _fill_padding(host, state)
+    if freeze:  # else it is the host's own generation, which knows it
+        host.layout_known(Layout.from_dict(next(iter(reports.values()))["layout"]))
+    layout = host.layout
+    # The padding between variables is as it was at the start.
+    slots = fresh_slots(host.optimizer, layout)
+    state = State(layout=layout, params=aligned_bytes(layout.nbytes), slots=slots, source="memory")
     version = max(v for report in reports.values() for v in report["versions"].values())
     found = {}
     for address, report in reports.items():
@@ -79,12 +76,6 @@ def _gather(host: Host, generation: int, hosts: Iterable[HostPlan], *, freeze: b
     state.step = found[0]
     _join_accounts(host, state, list(reports.values()), freeze=freeze)
     return state
-
-
-def _fill_padding(host: Host, state: State) -> None:
-    for name, buffer in state.slots.items():
-        for part in state.layout.segments:
-            buffer[part.start : part.stop].view(part.dtype)[:] = host.optimizer.initial[name]
 
 
 def _take(host: Host, address: str, generation: int, shard: int, version: int, state: State) -> int:

@@ -195,7 +195,7 @@ class Master(SchedulerPlugin):
             if record.machine.generation == generation and lost.address in record.futures:
                 record.futures.pop(lost.address).release()
         if lost.address in self.scheduler.workers:
-            self.dispatch.free_data(lost.address)
+            self.dispatch.renew(lost.address)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         for record in self.jobs.values():
@@ -238,8 +238,6 @@ class Master(SchedulerPlugin):
                 assert isinstance(command, Lost)
                 logger.warning("job %s: worker %s %s", record.id, address, words)
                 self._lose(command)
-                if self.scheduler.workers[address].nanny:
-                    self.spawn(self.dispatch.restart(address))
 
     def _spread(self, record: Record, now: float) -> None:
         """Replicas move to workers that have come, where that takes load off others."""
@@ -258,11 +256,10 @@ class Master(SchedulerPlugin):
     async def _leave(self, addresses: list[str]) -> None:
         """Jobs leave these workers; returns once they train without them, or cannot."""
         until = self.now() + self.settings.prepare_deadline
-        for record in list(self.jobs.values()):
-            if self._leave_one(record, addresses):
-                await self._until(
-                    record, lambda m: m.state is not State.RECOVERING or m.placing, until
-                )
+        # All of them are told first, so that none waits for another.
+        leaving = [r for r in list(self.jobs.values()) if self._leave_one(r, addresses)]
+        for record in leaving:
+            await self._until(record, lambda m: m.state is not State.RECOVERING or m.placing, until)
 
     def _leave_one(self, record: Record, addresses: list[str]) -> bool:
         """A job leaves these workers; whether it has, or has had, a part on them."""
@@ -302,7 +299,7 @@ class Master(SchedulerPlugin):
                 self._tell_again(record, address, report["generation"])
             else:
                 record.reports[address] = {**report, "at": self.now()}
-                record.seen = max(record.seen, record.progress.get("step", 0))
+                record.seen = max(record.seen, report.get("account", {}).get("step", 0))
 
     def _tell_again(self, record: Record, address: str, generation: int) -> None:
         if record.told.get(address) != generation:
