@@ -155,9 +155,9 @@ class Answers:
         self._arena(shard)
         ranges = self._host.shard_plan.shards[shard].ranges
         into = [np.empty((r.stop - r.start) // np.dtype(r.dtype).itemsize, r.dtype) for r in ranges]
-        version, age, batch = self._host.exchanged(shard, push, into)
+        version, batch = self._host.exchanged(shard, push, into)
         following = None if batch is None else (batch.epoch, batch.part, batch.index)
-        return {"version": version, "age": age, "next": following, "params": into}
+        return {"version": version, "next": following, "params": into}
 
 
 class _Signal:

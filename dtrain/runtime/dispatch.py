@@ -18,13 +18,14 @@ from distributed.utils import offload
 
 from dtrain.machines.cursor import cuts
 from dtrain.machines.jobs import HostDone, HostFailed, Launched, Origin, State
-from dtrain.machines.membership import Presence
+from dtrain.machines.membership import Member, Presence
 from dtrain.messages import Failure
 from dtrain.runtime import process
 from dtrain.runtime.launch import Launch
 from dtrain.runtime.placement import place
 from dtrain.runtime.record import Record
 from dtrain.runtime.rpc import ask
+from dtrain.runtime.transport import segment
 from dtrain.runtime.transport.meeting import forget
 from dtrain.runtime.transport.segment import discard
 
@@ -73,17 +74,18 @@ class Dispatch:
     # -- hosts come ----------------------------------------------------------------------------
 
     def place(self, record: Record) -> None:
-        """Choose the hosts of a new generation, if there are enough workers by now."""
+        """Choose the hosts of a generation, if there are enough workers by now."""
         if record.futures:
             self.release(record)
         record.reports.clear()
         ready, recovery = self.master.membership.ready(), record.spec.recovery
-        # One that is held by other tasks has no thread for ours; but better that than none.
-        ready = [m for m in ready if self.idle(m) or m.address in record.touched] or ready
+        if record.machine.generation > 1:
+            # One that is held by other tasks has no thread for ours; but better that than none.
+            ready = [m for m in ready if self.idle(m) or m.address in record.touched] or ready
         if len(ready) < recovery.min_workers:
             return
         origin = record.machine.origin
-        near = functools.partial(_near, record.machines.get(origin.generation) if origin else None)
+        near = functools.partial(_near, origin)
         hosts = place(ready, record.replicas, record.shards, self.local_rows(record), near)
         record.touched.update(h.address for h in hosts)
         self.master.handle(record, Launched(hosts))
@@ -338,6 +340,8 @@ def _same(result: Any) -> Any:
     return result
 
 
-def _near(machine: Any, member: Any) -> bool:
-    """Whether a worker is where the shared memory of a generation is, as far as that is known."""
-    return machine is None or process.same_machine(machine, member.process)
+def _near(origin: Origin | None, member: Member) -> bool:
+    """Whether a worker is on the machine whose memory has the state, as far as that is known."""
+    if origin is None or origin.meeting is None or not member.process:
+        return True
+    return process.on_machine(member.process, segment.machine_of(origin.meeting["token"]))

@@ -293,24 +293,23 @@ class Host:
             time.sleep(0.02)
         return self.calls.stopped is not None
 
-    def exchanged(self, shard: int, push: Push, into: list[Any]) -> tuple[int, int, Batch | None]:
+    def exchanged(self, shard: int, push: Push, into: list[Any]) -> tuple[int, Batch | None]:
         """Apply an asynchronous gradient at a shard of this process; array maths.
 
-        Returns the shard's version, the age of the gradient, and the replica's next batch if
-        this is the lead shard.
+        Returns the shard's version, and the replica's next batch if this is the lead shard.
         """
         hosted = self.arena.shards[shard]
         version, age, fresh = hosted.push_pull(
             push.replica, push.request, push.version, push.grads, into
         )
         if shard != 0 or push.contribution is None:
-            return version, age, None
+            return version, None
         with self.arena.lock:
             lead: AsyncLead = self.arena.lead
             if fresh:
                 lead.account.commit(push.contribution, push.epoch, age, version)
             following = lead.take(push.replica, push.request, push.epoch)
-        return version, age, following
+        return version, following
 
     # -- in the event loop: answering others ---------------------------------------------------
 

@@ -137,7 +137,7 @@ class AsyncLink(Copies):
             self._ports[shard].start(push, self.into[replica, shard])
         following = None
         for shard in self._order:
-            version, _, batch = self._ports[shard].finish(replica)
+            version, batch = self._ports[shard].finish(replica)
             self.versions[replica, shard] = version
             if shard == 0:
                 following = batch

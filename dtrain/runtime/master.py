@@ -35,7 +35,6 @@ from dtrain.machines.jobs import (
     HostFailed,
     HostReady,
     JobMachine,
-    Launched,
     Limits,
     Noted,
     Place,
@@ -59,7 +58,7 @@ from dtrain.machines.membership import (
 )
 from dtrain.messages import Failure
 from dtrain.runtime.dispatch import FORGET, Dispatch
-from dtrain.runtime.placement import better, place
+from dtrain.runtime.placement import better
 from dtrain.runtime.record import Record
 from dtrain.runtime.rpc import answering
 from dtrain.runtime.stub import NAME, worker_plugin
@@ -401,9 +400,7 @@ class Master(SchedulerPlugin):
         record.model = model
         self.scheduler.client_desires_keys(keys, record.hold)
         self.jobs[id] = record
-        hosts = place(ready, replicas, shards, self.dispatch.local_rows(record))
-        record.touched.update(h.address for h in hosts)
-        self.handle(record, Launched(hosts))
+        self.dispatch.place(record)
         return self._describe(record)
 
     def _problems(self) -> str:
@@ -513,9 +510,6 @@ class Master(SchedulerPlugin):
     ) -> dict[str, Any]:
         record = self._record(job)
         found = None if restored is None else record.restored(restored)
-        if meeting is not None:
-            member = self.membership.members.get(address)
-            record.machines[generation] = member.process if member else None
         self.handle(record, HostReady(generation, address, shared, found, meeting))
         return await self._answer(
             record,

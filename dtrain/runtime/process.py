@@ -35,6 +35,11 @@ def same_machine(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None)
     return bool(one["machine"] == other["machine"])
 
 
+def on_machine(known: Mapping[str, Any], machine: bytes) -> bool:
+    """Whether a process is on the machine that calls itself so."""
+    return str(known["machine"]).startswith(machine.hex())
+
+
 def look(known: Mapping[str, Any]) -> Finding:
     """What the process does that says it is ``known``."""
     if not same_machine(known, identity()):

@@ -48,8 +48,6 @@ class Record:
         self.holders = set(data.holders)
         #: the name of the file that has the job's NumPy arrays
         self.file = data.file
-        #: generation -> the machine of its chief
-        self.machines: dict[int, Any] = {}
         #: address -> the last generation that was told to stop there
         self.told: dict[str, int] = {}
         #: the newest step that has been heard of

@@ -46,9 +46,8 @@ class AsyncPort(Protocol):
     def start(self, push: Push, into: list[Any]) -> None:
         """Start to apply a gradient and to fetch the parameters into flat views of one's own."""
 
-    def finish(self, replica: int) -> tuple[int, int, Batch | None]:
-        """The shard's version that was fetched, the age of the gradient at its apply, and from
-        the lead shard the next batch."""
+    def finish(self, replica: int) -> tuple[int, Batch | None]:
+        """The shard's version that was fetched, and from the lead shard the next batch."""
 
 
 class SyncLink(Protocol):

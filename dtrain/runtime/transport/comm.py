@@ -169,7 +169,7 @@ class AsyncPort:
         with arena.lock:
             arena.progress.notify_all()
 
-    def finish(self, replica: int) -> tuple[int, int, Batch | None]:
+    def finish(self, replica: int) -> tuple[int, Batch | None]:
         future, into = self._replies.pop(replica)
         self._host.arena.wait(
             future.done,
@@ -180,7 +180,7 @@ class AsyncPort:
         for target, source in zip(into, reply["params"], strict=True):
             target[...] = source
         found = reply["next"]
-        return reply["version"], reply["age"], None if found is None else Batch(*found)
+        return reply["version"], None if found is None else Batch(*found)
 
 
 async def report(host: Host, event: Reduced) -> None:

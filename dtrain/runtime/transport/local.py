@@ -39,10 +39,10 @@ class AsyncPort:
     def __init__(self, host: Host, shard: int) -> None:
         self._host = host
         self._shard = shard
-        self._replies: dict[int, tuple[int, int, Batch | None]] = {}
+        self._replies: dict[int, tuple[int, Batch | None]] = {}
 
     def start(self, push: Push, into: list[Any]) -> None:
         self._replies[push.replica] = self._host.exchanged(self._shard, push, into)
 
-    def finish(self, replica: int) -> tuple[int, int, Batch | None]:
+    def finish(self, replica: int) -> tuple[int, Batch | None]:
         return self._replies.pop(replica)

@@ -260,6 +260,11 @@ def proof(secret: bytes) -> bytes:
     return secret + machine()
 
 
+def machine_of(token: bytes) -> bytes:
+    """The machine on which a file with this proof was made; see :func:`machine`."""
+    return token[-16:]
+
+
 def shares(path: str, nbytes: int, token: bytes) -> bool:
     """Whether this process can map the very file that another one made, in the same memory."""
     return is_it(path, nbytes, token, os.O_RDWR)
