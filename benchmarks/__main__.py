@@ -14,11 +14,14 @@ COMMANDS = {
     "sync": "benchmarks.sync",
     "async": "benchmarks.asynchronous",
     "transport": "benchmarks.transport",
+    "ingraph": "benchmarks.ingraph",
+    "straggler": "benchmarks.straggler",
     "master": "benchmarks.master",
     "recovery": "benchmarks.recovery",
     "goodput": "benchmarks.goodput",
     "soak": "benchmarks.soak",
     "saving": "benchmarks.saving",
+    "queues": "benchmarks.queues",
 }
 
 

@@ -31,7 +31,7 @@ from benchmarks.workloads import WORKLOADS
 from dtrain import metrics
 from dtrain.config import settings
 from dtrain.job import Job
-from dtrain.machines.cursor import Cursor, Plan, Take
+from dtrain.machines.cursor import Cursor, Take
 from dtrain.machines.jobs import (
     HostDone,
     HostPlan,
@@ -43,6 +43,7 @@ from dtrain.machines.jobs import (
     State,
 )
 from dtrain.machines.membership import Beat, Hello, Joined, Membership
+from dtrain.machines.plan import Plan
 from dtrain.machines.rounds import Rounds
 from dtrain.machines.shard import ShardMachine
 from dtrain.messages import Contribution, Pushed, Reduced, Verdict
@@ -282,7 +283,8 @@ def _memory(n: int) -> dict[str, int]:
 
 def summary(i: int) -> dict[str, Any]:
     """What a heartbeat carries of a job, as ``Host.summary`` makes it."""
-    report = {"generation": 1, "epoch": 0, "steps": {str(i): 1000}, "computing": [i, 0.001]}
+    computing = [i, 0.001, 1000, i, 0]
+    report = {"generation": 1, "epoch": 0, "steps": {str(i): 1000}, "computing": computing}
     return {JOB: report}
 
 
@@ -290,7 +292,8 @@ def payload(phase: str, i: int) -> dict[str, Any]:
     """What a host adds to a barrier, as ``Trainer`` makes it; the chief has the account."""
     if phase != "evaluated":
         return {}
-    found: dict[str, Any] = {"epoch": 0, "step": _BATCHES, "last": True}
+    steps = {str(i): _BATCHES}
+    found: dict[str, Any] = {"epoch": 0, "step": _BATCHES, "last": True, "steps": steps}
     if i == 0:
         found["train"] = {"loss": 0.5, "weight": 1.0, "samples": 1}
     return found
@@ -345,7 +348,7 @@ def _launch(world: World) -> Launch:
     x = ArrayRef((world.plan.rows, workload.widths[0]), "float32", keys, world.plan.bounds)
     y = ArrayRef((world.plan.rows,), "int64", keys, world.plan.bounds)
     model = dtrain.models.MLP(workload.widths)
-    spec = Job(model, [], [], batch_size=1).spec(detach=True).resolved(replicas=n, shards=n)
+    spec = Job(model, [], [], batch_size=1).spec(detach=True).resolved(replicas=n, workers=n)
     data = DataPlan(x, y, None, None, classification=True, classes=None)
     return Launch(
         job=JOB,

@@ -24,8 +24,8 @@ import dtrain
 from benchmarks.report import say
 from dtrain.arrays import aligned_bytes
 from dtrain.messages import Push
-from dtrain.runtime.shards import cut
 from dtrain.runtime.transport import comm, open_port
+from dtrain.runtime.updater import cut
 from dtrain.runtime.worker import service_at
 
 #: Seconds that a replica waits for the other one to be done.

@@ -18,7 +18,8 @@ from dtrain.layout import Layout
 from dtrain.models import MLP
 from dtrain.optim import sgd
 from dtrain.partition import partition
-from dtrain.runtime.shards import Updater, cut, private_slots
+from dtrain.runtime.shards import private_slots
+from dtrain.runtime.updater import Updater, cut
 
 
 def median(call: Callable[[int], object], times: int = 60) -> float:
@@ -33,7 +34,8 @@ def median(call: Callable[[int], object], times: int = 60) -> float:
 def main() -> None:
     params = MLP([784, 512, 512, 10]).init(np.random.default_rng(0))
     layout = Layout.of(params)
-    ranges = partition(layout, 1).shards[0].ranges
+    shard = partition(layout, 1).shards[0]
+    ranges = shard.ranges
     optimizer = sgd(0.01, momentum=0.9)
     buffers = [aligned_bytes(layout.nbytes) for _ in range(2)]
     layout.write(buffers[0], params)
@@ -43,18 +45,18 @@ def main() -> None:
         gradient[0][:] = 1e-3
     for replicas in (1, 2):
         members, weights = tuple(range(replicas)), (1.0,) * replicas
-        two = Updater(ranges, optimizer, replicas, both, private_slots(optimizer, ranges, 2))
+        two = Updater(shard, layout, optimizer, replicas, both, private_slots(optimizer, ranges, 2))
         slots = private_slots(optimizer, ranges, 1)
-        one = Updater(ranges, optimizer, replicas, [both[0]] * 2, slots * 2)
+        one = Updater(shard, layout, optimizer, replicas, [both[0]] * 2, slots * 2)
         pieces = {i: two.pieces(gradients[i]) for i in members}
 
         def run(step: int, *, updater: Updater = two) -> None:
             updater.reduce(step, members, weights, pieces)  # noqa: B023 - called at once
 
         found = {"all of it": median(run)}
-        with patch("dtrain.runtime.shards.finite", lambda array: True):
+        with patch("dtrain.runtime.updater.finite", lambda array: True):
             found["without the check for finite values"] = median(run)
-        with patch("dtrain.runtime.shards.reduce_into", lambda *args: None):
+        with patch("dtrain.runtime.updater.reduce_into", lambda *args: None):
             found["without the sum (one replica: the copy)"] = median(run)
         found["in place, not into a second buffer"] = median(partial(run, updater=one))
         for words, spent in found.items():

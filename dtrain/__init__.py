@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from dtrain._version import __version__
 
 if TYPE_CHECKING:
-    from dtrain import checkpoints, models, optim
+    from dtrain import checkpoints, models, optim, sessions
     from dtrain.cluster import connect, doctor
+    from dtrain.devices import device
     from dtrain.errors import (
         ClusterError,
         ClusterWarning,
@@ -25,12 +26,17 @@ if TYPE_CHECKING:
         DeadlineError,
         DTrainError,
         FencedError,
+        GradientError,
         JobCancelled,
         JobFailed,
         JobNotFound,
         ModelFileError,
         NonFiniteError,
         ProtocolError,
+        QueueClosed,
+        QueueLost,
+        SessionLost,
+        SessionNotFound,
         SpecError,
         StorageError,
         WorkersLost,
@@ -38,7 +44,10 @@ if TYPE_CHECKING:
     from dtrain.handle import Handle, attach, jobs
     from dtrain.job import Job
     from dtrain.machines.ledger import Ledger
+    from dtrain.partition import FixedShards, MaxSize, MinSize
+    from dtrain.planning import Plan, plan
     from dtrain.result import Result, load
+    from dtrain.sessions.session import Session, Snapshot
     from dtrain.spec import Async, Checkpoint, Recovery, Sync
     from dtrain.specfile import load_job
     from dtrain.training import fit, submit
@@ -55,28 +64,41 @@ _HOMES = {
     "DataError": "dtrain.errors",
     "DeadlineError": "dtrain.errors",
     "FencedError": "dtrain.errors",
+    "GradientError": "dtrain.errors",
+    "FixedShards": "dtrain.partition",
     "Handle": "dtrain.handle",
     "Job": "dtrain.job",
     "JobCancelled": "dtrain.errors",
     "JobFailed": "dtrain.errors",
     "JobNotFound": "dtrain.errors",
     "Ledger": "dtrain.machines.ledger",
+    "MaxSize": "dtrain.partition",
+    "MinSize": "dtrain.partition",
     "ModelFileError": "dtrain.errors",
     "NonFiniteError": "dtrain.errors",
+    "Plan": "dtrain.planning",
     "ProtocolError": "dtrain.errors",
+    "QueueClosed": "dtrain.errors",
+    "QueueLost": "dtrain.errors",
     "Recovery": "dtrain.spec",
     "Result": "dtrain.result",
+    "Session": "dtrain.sessions.session",
+    "SessionLost": "dtrain.errors",
+    "SessionNotFound": "dtrain.errors",
+    "Snapshot": "dtrain.sessions.session",
     "SpecError": "dtrain.errors",
     "StorageError": "dtrain.errors",
     "Sync": "dtrain.spec",
     "WorkersLost": "dtrain.errors",
     "attach": "dtrain.handle",
     "connect": "dtrain.cluster",
+    "device": "dtrain.devices",
     "doctor": "dtrain.cluster",
     "fit": "dtrain.training",
     "jobs": "dtrain.handle",
     "load": "dtrain.result",
     "load_job": "dtrain.specfile",
+    "plan": "dtrain.planning",
     "submit": "dtrain.training",
 }
 
@@ -90,17 +112,28 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "FencedError",
+    "FixedShards",
+    "GradientError",
     "Handle",
     "Job",
     "JobCancelled",
     "JobFailed",
     "JobNotFound",
     "Ledger",
+    "MaxSize",
+    "MinSize",
     "ModelFileError",
     "NonFiniteError",
+    "Plan",
     "ProtocolError",
+    "QueueClosed",
+    "QueueLost",
     "Recovery",
     "Result",
+    "Session",
+    "SessionLost",
+    "SessionNotFound",
+    "Snapshot",
     "SpecError",
     "StorageError",
     "Sync",
@@ -109,6 +142,7 @@ __all__ = [
     "attach",
     "checkpoints",
     "connect",
+    "device",
     "doctor",
     "fit",
     "jobs",
@@ -116,12 +150,14 @@ __all__ = [
     "load_job",
     "models",
     "optim",
+    "plan",
+    "sessions",
     "submit",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoints", "models", "optim"):
+    if name in ("checkpoints", "models", "optim", "sessions"):
         return importlib.import_module(f"dtrain.{name}")
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from dtrain.devices import check_device, number_of
 from dtrain.errors import SpecError
 
 #: A ``numpy.ndarray`` or a ``cupy.ndarray``.
@@ -38,22 +39,40 @@ def namespace(device: str) -> ModuleType:
     SpecError
         For another word, or a GPU that is not there.
     """
-    if device == "cpu":
+    if check_device(device) == "cpu":
         return np
-    if device == "auto":
-        return np if isinstance(cupy := _cupy(), str) else cupy
-    match = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
-    if match is None:
-        raise SpecError(
-            f"device: found {device!r}, expected 'cpu', 'cuda', 'cuda:<number>' or 'auto'"
-        )
     cupy = _cupy()
+    if device == "auto":
+        return np if isinstance(cupy, str) else cupy
     if isinstance(cupy, str):
         raise SpecError(f"device: found {device!r}, expected a CUDA device here, but {cupy}")
     count = cupy.cuda.runtime.getDeviceCount()
-    if int(match[1] or 0) >= count:
+    if number_of(device) >= count:
         raise SpecError(f"device: found {device!r}, expected a number below {count}")
     return cupy
+
+
+def devices() -> tuple[tuple[str, ...], str]:
+    """The devices of this process, and why no GPU is among them, in words.
+
+    Returns
+    -------
+    tuple of str
+        ``"cpu"``, and ``"cuda:<number>"`` for each GPU that CuPy can use.
+    str
+        Empty where there is one.
+    """
+    cupy = _cupy()
+    if isinstance(cupy, str):
+        return ("cpu",), cupy
+    count = cupy.cuda.runtime.getDeviceCount()
+    return ("cpu", *(f"cuda:{number}" for number in range(count))), ""
+
+
+def on(device: str) -> AbstractContextManager[Any]:
+    """A context in which a device, ``"cpu"`` or ``"cuda:<number>"``, is this thread's own."""
+    xp = namespace(device)
+    return nullcontext() if xp is np else xp.cuda.Device(number_of(device))
 
 
 def xp_of(array: Array) -> ModuleType:
@@ -80,6 +99,14 @@ def copy_into(target: Array, source: Array) -> None:
     """Copy ``source`` into ``target`` of the same shape, cast to its dtype, from either device."""
     xp = xp_of(target)
     xp.copyto(target, as_array(source, xp), casting="unsafe")
+
+
+def transfer(target: Array, source: Array) -> None:
+    """Copy between the host and a GPU, with nothing between; both C-contiguous, of one dtype."""
+    if xp_of(target) is np:
+        source.get(out=target)
+    else:
+        target.set(source)
 
 
 def aligned_bytes(nbytes: int, xp: ModuleType = np) -> Array:
@@ -109,5 +136,10 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        return f"CuPy cannot be imported ({error})"
-    return cupy if cupy.cuda.is_available() else "CuPy finds none"
+        return f"CuPy cannot be imported: {error}"
+    except Exception as error:  # noqa: BLE001 - an installation that is broken is none
+        return f"CuPy cannot be imported: {type(error).__name__}: {error}"
+    try:
+        return cupy if cupy.cuda.is_available() else "CuPy finds none"
+    except Exception as error:  # noqa: BLE001 - of CUDA's own kinds: an old driver, say
+        return f"CuPy finds none: {type(error).__name__}: {error}"

@@ -46,6 +46,25 @@ def choice(key: str, value: Any, allowed: Iterable[str]) -> str:
     return value
 
 
+#: Characters of a name, at most.
+_LONGEST = 200
+
+
+def shared_name(key: str, value: Any) -> str:
+    """``value`` if processes can find something by it: up to 200 characters, of any kind."""
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
+        raise SpecError(
+            f"{key}: found the name {value!r:.80}, expected a string of 1 to {_LONGEST} characters"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SpecError(
+            f"{key}: found the name {value!r:.80}, expected characters that UTF-8 has"
+        ) from None
+    return value
+
+
 def arguments(owner: str, found: Iterable[str], allowed: Iterable[str]) -> None:
     """Refuse the first of ``found`` that is no argument of ``owner``."""
     names = list(allowed)

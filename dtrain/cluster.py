@@ -10,19 +10,29 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator
+import threading
+import time
+import weakref
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dtrain._version import __version__
 from dtrain.config import settings, temporary_directory
+from dtrain.devices import lacking, resolved
 from dtrain.errors import ClusterError, DTrainError, SpecError
 from dtrain.runtime.rpc import opened
 
 if TYPE_CHECKING:
     from distributed import Client
 
+
+#: Seconds between two looks at a client that is being made.
+_STEP = 0.005
+
+#: What a client is that can be asked.
+_OPEN = ("running", "connecting")
 
 _NO_CLIENT = "client: found {found}, expected a Client or an address"
 
@@ -44,7 +54,8 @@ class Control:
                     "client: found an asynchronous Client, expected a synchronous one "
                     "(call dtrain from a thread, or with the address of the scheduler)"
                 )
-            if target.status not in ("running", "connecting"):
+            check_own(target, "client")
+            if target.status not in _OPEN:
                 raise ClusterError(f"client: found it {target.status}, expected a running one")
         elif not isinstance(target, str):
             raise SpecError(_NO_CLIENT.format(found=type(target).__name__))
@@ -74,6 +85,7 @@ class Control:
         try:
             if isinstance(self.target, str):
                 return _run(_call_address(self.target, op, seconds, message))
+            check_caller(self.target, op)
             return self.target.sync(_call_client, self.target, op, seconds, message)
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, DTrainError):
@@ -83,6 +95,40 @@ class Control:
             if isinstance(error, DTrainError):
                 raise
             raise ClusterError(f"{self.address}: {error}") from None
+
+
+#: Clients of a process that this one was forked from.
+_inherited: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Note the clients that came along: the threads of their event loops did not."""
+    if "distributed.client" in sys.modules:
+        _inherited.update(sys.modules["distributed.client"].Client._instances)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def check_own(client: Client, what: str) -> None:
+    """Refuse a client that came along with a fork: it would wait for ever."""
+    if client in _inherited:
+        raise SpecError(
+            f"{what}: found a client of the process that this one was forked from, expected one "
+            f"of its own: Client({client.scheduler.address if client.scheduler else '...'!r})"
+        )
+
+
+def check_caller(client: Client, what: str) -> None:
+    """Refuse to wait where nobody answers: a client that is closed, or its own event loop."""
+    check_own(client, what)
+    if client.status not in _OPEN:
+        raise ClusterError(f"{what}: found its client {client.status}, expected a running one")
+    if client.asynchronous:
+        raise SpecError(
+            f"{what}: found it called in the event loop of its client, expected a thread "
+            f"(asyncio.to_thread)"
+        )
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -181,6 +227,22 @@ def install(client: Client) -> dict[str, Any]:
     return dict(info)
 
 
+def able(info: Mapping[str, Any], device: str) -> list[tuple[str, str]]:
+    """Of the master's own account the workers, address and name, that have a job's device.
+
+    Raises SpecError, which tells what each has, if none does.
+    """
+    found = [
+        (address, name)
+        for address, name in info["ready"]
+        if resolved(device, info["devices"][address][0]) is not None
+    ]
+    if not found:
+        names = {a: f"worker {n} ({a})" if n else f"worker {a}" for a, n in info["ready"]}
+        raise lacking(device, [(names[a], *info["devices"][a]) for a in names])
+    return found
+
+
 def _register(client: Client, control: Control) -> None:
     from dtrain.runtime.master import Master
 
@@ -225,7 +287,7 @@ def connect(address: Client | str | None = None, *, workers: int | None = None) 
         yield address
         return
     if address is None:
-        current = _current()
+        current = current_client()
         if current is not None:
             yield current
             return
@@ -241,7 +303,7 @@ def connect(address: Client | str | None = None, *, workers: int | None = None) 
         client.close(timeout=5)
 
 
-def _current() -> Client | None:
+def current_client() -> Client | None:
     """The current client: this process's, or within a Dask task the one of its cluster."""
     from distributed import get_client
     from distributed.client import default_client
@@ -253,6 +315,11 @@ def _current() -> Client | None:
         )
     except ValueError:
         return None
+    if not found.asynchronous:
+        # The first task of a worker makes the client of all its tasks, and may just be at it.
+        until = time.monotonic() + settings().connect_deadline
+        while found.status in ("newly-created", "connecting") and time.monotonic() < until:
+            threading.Event().wait(_STEP)
     return found
 
 
@@ -421,8 +488,9 @@ def doctor(client: Client | str) -> dict[str, Any]:
     -------
     dict
         ``client``, ``scheduler``: dicts; ``workers``: a list of such.  Each has ``where,
-        python, dtrain, dask, distributed, numpy, ok, problem``; a worker has ``blas``, too:
-        its library and threads, in words.
+        python, dtrain, dask, distributed, numpy, ok, problem``; a worker has three more:
+        ``blas``, its library and threads in words; ``devices``, a list of what its replicas may
+        compute on; and ``no_gpu``, why no GPU is among these, in words.
     """
     with connect(client) as opened_client:
         problem: str | None = None
@@ -450,7 +518,15 @@ def doctor(client: Client | str) -> dict[str, Any]:
             name = names.get(address, address)
             where = f"worker {address}" if name == address else f"worker {name} ({address})"
             entry = _entry(where, found, value["versions"].get(address), said, here)
-            workers.append({**entry, "blas": value.get("blas", {}).get(address) or None})
+            devices, no_gpu = value.get("devices", {}).get(address) or (None, None)
+            workers.append(
+                {
+                    **entry,
+                    "blas": value.get("blas", {}).get(address) or None,
+                    "devices": devices and list(devices),
+                    "no_gpu": no_gpu or None,
+                }
+            )
         return {"client": here, "scheduler": scheduler, "workers": workers}
 
 

@@ -29,6 +29,8 @@ DEFAULTS: dict[str, str] = {
     "stall": "3s",
     "lease": "2s",
     "progress-deadline": "60s",
+    "session-lease": "10s",
+    "session-ttl": "7d",
 }
 
 #: How the processes of a job reach each other's shards: shared memory where all are on one
@@ -70,6 +72,10 @@ class Settings:
     progress_deadline : float
         How long a replica may be in user code before its worker is given up; at least ten of its
         steps.  Its first step has ``step_deadline``.
+    session_lease : float
+        How long a client of a session may be silent before it counts as gone.
+    session_ttl : float
+        How long the variables of a session stay after its last client has left.
     transport : str
         ``"auto"``: shared memory between the processes of one machine; ``"comm"``: never.
     """
@@ -87,6 +93,8 @@ class Settings:
     stall: float
     lease: float
     progress_deadline: float
+    session_lease: float
+    session_ttl: float
     transport: str = "auto"
 
 
@@ -120,6 +128,20 @@ def seconds(key: str, value: Any) -> float:
     if not 0 < found < math.inf:
         raise SpecError(f"{key}: found {value!r}, expected a time above zero such as '30s'")
     return float(found)
+
+
+def nbytes(key: str, value: Any) -> int:
+    """A size as bytes, or a SpecError that names ``key``: a whole number, or ``"4MB"``."""
+    from dask.utils import parse_bytes
+
+    try:
+        whole = isinstance(value, str) or (not isinstance(value, bool) and int(value) == value)
+        found = parse_bytes(value if isinstance(value, str) else int(value)) if whole else 0
+    except (ValueError, TypeError, OverflowError):
+        found = 0
+    if found < 1:
+        raise SpecError(f"{key}: found {value!r}, expected a size above zero such as 4000 or '4MB'")
+    return int(found)
 
 
 def temporary_directory() -> str | None:

@@ -5,14 +5,19 @@
     DTrainError
     |-- SpecError          what was asked for cannot be: before anything starts
     |-- DataError          the data cannot be trained on (shapes, lengths, labels)
+    |-- GradientError      a model's loss or gradients are not what they have to be
     |-- ClusterError       no cluster there, or dtrain is missing or of another version on it
     |-- JobNotFound        no job of that id on this cluster
+    |-- SessionNotFound    no session of that name on this cluster
+    |-- SessionLost        the variables of a session went with a worker
     |-- JobFailed          a job ended without a result
     |   |-- NonFiniteError     a loss or gradient became NaN or infinite
     |   |-- WorkersLost        a worker that the job needed has died
     |   `-- JobCancelled       somebody cancelled it
     |-- DeadlineError      a wait ran out; names who was waited for
-    |-- FencedError        a message of an older generation of a job
+    |-- QueueClosed        the queue is closed, and what was in it has been taken
+    |-- QueueLost          the queue or reader is gone with the worker that kept it, or was reset
+    |-- FencedError        a message of an older generation of a job, or of a session that was reset
     |-- ProtocolError      a message that is illegal in the state it met
     |-- StorageError       a result could not be written
     |-- ModelFileError     a saved model is not readable
@@ -39,6 +44,10 @@ class DataError(DTrainError, ValueError):
     """The data cannot be trained on: shapes, lengths or labels do not fit."""
 
 
+class GradientError(DTrainError, ValueError):
+    """What a model returned is not a loss and a gradient for each of its parameters."""
+
+
 class ClusterError(DTrainError):
     """No cluster answers there, or dtrain is missing or of another version on it."""
 
@@ -51,12 +60,28 @@ class JobNotFound(DTrainError, LookupError):
     """There is no job of that id on this cluster."""
 
 
+class SessionNotFound(DTrainError, LookupError):
+    """There is no session of that name on this cluster."""
+
+
+class SessionLost(DTrainError):
+    """The variables of a session went with a worker; restore them, or reset the session."""
+
+
 class DeadlineError(DTrainError, TimeoutError):
     """A wait ran out. The message names what was waited for, and whom."""
 
 
 class FencedError(DTrainError):
-    """The message belongs to an older generation of its job and was refused."""
+    """The message belongs to an older generation of its job or session and was refused."""
+
+
+class QueueClosed(DTrainError):
+    """The queue is closed: nothing is put any more, and what was put has been taken."""
+
+
+class QueueLost(DTrainError):
+    """The queue or reader is gone, with the worker that kept it or by a reset; says which."""
 
 
 class ProtocolError(DTrainError):

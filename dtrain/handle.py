@@ -63,11 +63,31 @@ class Handle:
 
     def status(self) -> dict[str, Any]:
         """A dict: id, name, state, reason, message, step, epoch, loss, samples_per_s, replicas,
-        shards, ledger, history, metrics, output, and more."""
-        return {k: v for k, v in self._described().items() if k not in _INNER}
+        shards, ledger, history, metrics, output, and more.
+
+        ``devices``: replica -> where it computes, once its worker is ready;
+        ``placement``: shard -> its ``worker`` and its ``bytes``, once that is known;
+        ``imbalance``: by how much the worker with the most bytes is above the mean.
+
+        ``step`` is the job's, ``local_steps`` are its replicas': replica -> how many gradients it
+        has computed, also in vain.  ``doing``: replica -> what it does, in words, as of its
+        worker's last heartbeat.  ``waiting``: a list of dicts, one for each that waits:
+        ``replica``, its ``worker`` (no replica: the driver of an in-graph job there; neither: the
+        job itself, which is not running), ``for`` (a list of replicas, or of addresses of workers),
+        ``step``, ``barrier`` (where it waits at the end of an epoch: its name), ``seconds``, and
+        ``computing``: of those waited for, replica -> seconds in user code.
+        """
+        found = {k: v for k, v in self._described().items() if k not in _INNER}
+        # What has travelled is made of tuples.
+        found["waiting"] = [{**entry, "for": list(entry["for"])} for entry in found["waiting"]]
+        return found
 
     def why_waiting(self) -> str:
-        """Who waits for whom, in words."""
+        """Who waits for whom, at which step, since when, and what those waited for do, in words.
+
+        Or that nobody waits for long.  As new as the workers' last heartbeats: one that stalls is
+        named after the setting ``stall``, and a heartbeat.
+        """
         return str(self._described(brief=True)["why"])
 
     def events(self) -> list[dict[str, Any]]:
@@ -217,7 +237,7 @@ async def _fetch(client: Client, key: str, address: str, seconds: float) -> Any:
 
 def jobs(client: Client | str | None = None) -> list[Handle]:
     """All jobs of a cluster, in the order of their submission; none if dtrain is not there."""
-    target = _target(client)
+    target = target_of(client)
     control = Control(target)
     answer = control.raw("dtrain_jobs")
     if answer is None:
@@ -230,13 +250,13 @@ def attach(job_id: str, client: Client | str | None = None) -> Handle:
 
     Raises JobNotFound if the cluster has none.
     """
-    target = _target(client)
+    target = target_of(client)
     control = Control(target)
     control.call("dtrain_attach", job=job_id, client=control.client_id)
     return Handle(job_id, target)
 
 
-def _target(client: Client | str | None) -> Client | str:
+def target_of(client: Client | str | None) -> Client | str:
     if client is not None:
         return client
     from distributed.client import default_client

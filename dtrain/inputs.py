@@ -74,26 +74,11 @@ def prepare(
     StorageError, ClusterError, DeadlineError
         A worker, which is named, could not be given the data.  Nothing is left of it then.
     """
-    x, y = _checked(job.X, job.y, "X", "y", job.model)
-    valid = None
-    if job.validation_data is not None:
-        names = ("validation X", "validation y")
-        valid = _checked(*job.validation_data, *names, job.model, like=x)
-    # Whether there are rows enough, before anything is sent.
-    Parts.of(
-        x.shape[0],
-        None if valid is None else valid[0].shape[0],
-        fraction=job.validation_split,
-        replicas=replicas,
-        batch_size=job.batch_size,
-        epochs=job.epochs,
-        steps=job.steps,
-        seed=job.seed,
-    )
+    x, y, valid, _ = checked(job, replicas)
     held: list[Any] = []
-    x, y = _persisted(client, [x, y], held)
+    x, y = persisted(client, [x, y], held)
     if valid is not None:
-        valid = tuple(_persisted(client, list(valid), held))
+        valid = tuple(persisted(client, list(valid), held))
     classification = task_of(job.model) == "classification"
     classes = None
     if classification:
@@ -104,7 +89,7 @@ def prepare(
     arrays = {"x": x, "y": y}
     if valid is not None:
         arrays.update(valid_x=valid[0], valid_y=valid[1])
-    refs, delivery = _placed(client, workers, {"": arrays, **(blobs or {})})
+    refs, delivery = placed(client, workers, {"": arrays, **(blobs or {})}, stacklevel=8)
     plan = DataPlan(
         x=refs[""]["x"],
         y=refs[""]["y"],
@@ -117,6 +102,30 @@ def prepare(
         blobs={name: some for name, some in refs.items() if name},
     )
     return Inputs(plan, held, delivery)
+
+
+def checked(job: Job, replicas: int) -> tuple[Any, Any, tuple[Any, Any] | None, Parts]:
+    """X, y, both of the validation rows, if there are any apart, and which rows are whose.
+
+    Nothing is computed or sent.  Raises DataError as :func:`prepare` does.
+    """
+    x, y = _checked(job.X, job.y, "X", "y", job.model)
+    valid = None
+    if job.validation_data is not None:
+        names = ("validation X", "validation y")
+        valid = _checked(*job.validation_data, *names, job.model, like=x)
+    # Whether there are rows enough, before anything is sent.
+    parts = Parts.of(
+        x.shape[0],
+        None if valid is None else valid[0].shape[0],
+        fraction=job.validation_split,
+        replicas=replicas,
+        batch_size=job.batch_size,
+        epochs=job.epochs,
+        steps=job.steps,
+        seed=job.seed,
+    )
+    return x, y, valid, parts
 
 
 # -- shapes -------------------------------------------------------------------------------------
@@ -132,7 +141,7 @@ def _checked(
     """Arrays of numbers with as many rows each, that fit the model."""
     if y is None:
         raise DataError(f"{y_name}: found None, expected one target for each row of {x_name}")
-    x, y = _array(x, x_name), _array(y, y_name)
+    x, y = array_of(x, x_name), array_of(y, y_name)
     if x.ndim < 2:
         raise DataError(
             f"{x_name}: found shape {x.shape}, expected (rows, features); "
@@ -161,7 +170,8 @@ def _checked(
     return x, y
 
 
-def _array(value: Any, name: str) -> Any:
+def array_of(value: Any, name: str) -> Any:
+    """A NumPy or Dask array of rows; DataError, which names it, for what is none."""
     if is_dask(value):
         return _dask_array(value, name)
     if hasattr(value, "__dask_graph__"):
@@ -263,7 +273,7 @@ def _check_labels(
 # -- the way to the workers ---------------------------------------------------------------------
 
 
-def _persisted(client: Client, arrays: list[Any], held: list[Any]) -> list[Any]:
+def persisted(client: Client, arrays: list[Any], held: list[Any]) -> list[Any]:
     """Dask arrays, computed and in memory; others as they are."""
     from distributed import futures_of
 
@@ -315,10 +325,16 @@ def _wait_for_chunks(client: Client, futures: list[Any]) -> None:
             )
 
 
-def _placed(
-    client: Client, workers: list[str], groups: Mapping[str, Mapping[str, Any]]
+def placed(
+    client: Client,
+    workers: list[str],
+    groups: Mapping[str, Mapping[str, Any]],
+    stacklevel: int,
 ) -> tuple[dict[str, dict[str, ArrayRef]], Delivery | None]:
-    """Where all arrays are, once those that are not of Dask have been delivered."""
+    """Where all arrays are, once those that are not of Dask have been delivered.
+
+    ``stacklevel`` says which caller a warning is about, as seen from here.
+    """
     contents = Contents()
     offsets = {
         (group, name): contents.add(array)
@@ -339,7 +355,7 @@ def _placed(
             deadline=config.call_deadline,
             patience=config.prepare_deadline,
             # Whoever called submit is to see it.
-            warn=lambda words: warnings.warn(words, ClusterWarning, stacklevel=8),
+            warn=lambda words: warnings.warn(words, ClusterWarning, stacklevel=stacklevel),
         )
         delivery.deliver()
     refs = {

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dtrain.devices import check_device, current_device
 from dtrain.errors import SpecError
 from dtrain.metrics import check_metrics
 from dtrain.optim import Optimizer, adam
-from dtrain.spec import Async, Checkpoint, JobSpec, Mode, Recovery, Sync, mode_name
+from dtrain.partition import Partitioner, PlacementFunction, check_placement
+from dtrain.spec import (
+    Async,
+    Checkpoint,
+    JobSpec,
+    Mode,
+    Recovery,
+    Sync,
+    mode_name,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +37,23 @@ class Job:
     optimizer : dtrain.optim.Optimizer, optional
         Adam with its defaults if not given.
     mode : Sync or Async
+    replication : str
+        ``"between-graph"``: each replica runs a loop of its own against the shards.
+        ``"in-graph"``: one client drives all replicas, each step is one Dask graph (Sync() alone).
     replicas, shards : int, optional
         One per worker if not given.
+    partitioner : FixedShards, MinSize or MaxSize, optional
+        How many shards the variables are cut into, in place of ``shards``.
+    placement : str or callable
+        Which workers host the shards: ``"greedy"``, by bytes, the largest first to the worker
+        with the fewest; ``"round-robin"``; or a function ``(sizes, workers) -> indices``, of the
+        shards' sizes in bytes and the workers' addresses.  It is called on the first of these,
+        which must get a shard.
+    device : str, optional
+        Where replicas compute.  ``"cpu"``: always NumPy.  ``"cuda"``, ``"cuda:<number>"``: CuPy
+        on that GPU of each worker, the first by default; workers without it have no part in the
+        job.  ``"auto"``: the first GPU of a worker where it has one that CuPy can use, else its
+        CPU.  None: that of the innermost :class:`dtrain.device` block, else ``"auto"``.
     batch_size : int
         Samples per replica and step.
     epochs : int
@@ -67,8 +92,12 @@ class Job:
     y: Any = None
     optimizer: Optimizer | None = None
     mode: Mode = field(default_factory=Sync)
+    replication: str = "between-graph"
     replicas: int | None = None
     shards: int | None = None
+    partitioner: Partitioner | None = None
+    placement: str | PlacementFunction = "greedy"
+    device: str | None = None
     batch_size: int = 32
     epochs: int = 1
     steps: int | None = None
@@ -103,6 +132,15 @@ class Job:
             )
         if not isinstance(self.mode, Sync | Async):
             raise SpecError(f"mode: found {self.mode!r}, expected dtrain.Sync() or dtrain.Async()")
+        if self.partitioner is not None and not isinstance(self.partitioner, Partitioner):
+            raise SpecError(
+                f"partitioner: found {self.partitioner!r}, expected dtrain.FixedShards(...), "
+                f"dtrain.MinSize(...) or dtrain.MaxSize(...)"
+            )
+        if self.device is None:
+            object.__setattr__(self, "device", current_device())
+        if not callable(self.placement):
+            check_placement(self.placement)
         data = self.validation_data
         if data is not None:
             if self.validation_split is not None:
@@ -122,9 +160,15 @@ class Job:
         """What travels to the master."""
         return JobSpec(
             mode=mode_name(self.mode),
+            backups=getattr(self.mode, "backups", 0),
+            max_staleness=getattr(self.mode, "max_staleness", None),
+            replication=self.replication,
             optimizer=(self.optimizer or adam()).to_dict(),
             replicas=self.replicas,
             shards=self.shards,
+            partitioner=None if self.partitioner is None else self.partitioner.to_dict(),
+            placement="function" if callable(self.placement) else self.placement,
+            device=check_device(self.device),
             batch_size=self.batch_size,
             epochs=self.epochs,
             steps=self.steps,

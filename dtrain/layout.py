@@ -3,8 +3,8 @@
 The buffer has one segment for each dtype, and in it the variables of that dtype in the order of
 the model.  Variables and segments start on multiples of 64 bytes; the padding between them is
 always zero, so that arithmetic may run over it.  The buffer is tiled by *blocks*, groups of whole
-rows of one variable.  Their bounds depend on the variable alone, never on the number of shards:
-sums over blocks, in order, are the same bits however the buffer is cut.
+rows of one variable.  Their bounds depend on the model alone, never on the number of shards: sums
+over blocks, in order, are the same bits however the buffer is cut.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import numpy as np
 from dtrain.arrays import ALIGNMENT, Array, copy_into, to_numpy
 from dtrain.errors import SpecError
 
-#: About how many elements a block holds: 128 kB of float32, at home in an L2 cache.
+#: How many elements a block holds at most: 128 kB of float32, at home in an L2 cache.
 BLOCK_ELEMENTS = 32768
+
+#: About how many blocks a small model has: few enough to handle, and enough to share them evenly.
+BLOCKS = 128
 
 _DTYPES: dict[Any, str] = {np.dtype(name): name for name in ("float32", "float64")}
 
@@ -58,6 +61,20 @@ class Block:
     stop: int
     variable: str
     dtype: str
+
+
+class Views(dict[str, Array]):
+    """Named, shaped views of one buffer.
+
+    Attributes
+    ----------
+    flat : ndarray of uint8, shape (layout.nbytes,)
+        All of it, padding included.
+    """
+
+    def __init__(self, named: Mapping[str, Array], flat: Array) -> None:
+        super().__init__(named)
+        self.flat = flat
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,7 @@ class Layout:
         """The groups of whole rows that tile the buffer, in the order of the buffer."""
         blocks = []
         for variable in sorted(self.variables, key=lambda v: v.offset):
-            step = _block_bytes(variable)
+            step = _block_bytes(variable, self.nbytes)
             starts = range(variable.offset, variable.offset + variable.nbytes, step)
             stops = [*starts[1:], _padded(starts.stop)]
             blocks += [
@@ -140,7 +157,27 @@ class Layout:
             ]
         return tuple(blocks)
 
-    def views(self, buffer: Array) -> dict[str, Array]:
+    @cached_property
+    def block_variables(self) -> np.ndarray:
+        """Which variable each block belongs to, by its place in the model; int64, (blocks,)."""
+        number = {v.name: i for i, v in enumerate(self.variables)}
+        return np.array([number[block.variable] for block in self.blocks])
+
+    @cached_property
+    def block_starts(self) -> tuple[np.ndarray, ...]:
+        """For each segment, at which of its elements each of its blocks begins; int64."""
+        return tuple(
+            np.array([b.start - s.start for b in self.blocks if s.start <= b.start < s.stop])
+            // np.dtype(s.dtype).itemsize
+            for s in self.segments
+        )
+
+    @cached_property
+    def uncut(self) -> Layout:
+        """The same, with one block for each variable: no shard then has a part of one."""
+        return _Uncut(self.variables, self.segments, self.nbytes)
+
+    def views(self, buffer: Array) -> Views:
         """Named, shaped views of a buffer, in the order of the model.
 
         Parameters
@@ -157,10 +194,11 @@ class Layout:
             raise ValueError(
                 f"buffer: found {_brief(buffer)}, expected uint8 of shape ({self.nbytes},) or more"
             )
-        return {
+        named = {
             v.name: buffer[v.offset : v.offset + v.nbytes].view(v.dtype).reshape(v.shape)
             for v in self.variables
         }
+        return Views(named, buffer[: self.nbytes])
 
     def write(self, buffer: Array, params: Mapping[str, Array]) -> None:
         """Copy ``params`` into ``buffer``, from either device to either; padding is left alone.
@@ -221,20 +259,32 @@ class Layout:
         return cls._build((v["name"], tuple(v["shape"]), v["dtype"]) for v in values["variables"])
 
 
+class _Uncut(Layout):
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        placed = sorted(self.variables, key=lambda v: v.offset)
+        return tuple(Block(v.offset, _padded(v.offset + v.nbytes), v.name, v.dtype) for v in placed)
+
+
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _block_bytes(variable: Variable) -> int:
-    """The size of a full block: about BLOCK_ELEMENTS in whole rows, aligned where that is cheap."""
+def _block_bytes(variable: Variable, model: int) -> int:
+    """The size of a full block of a variable, in a model of so many bytes.
+
+    As many whole rows as fit into 1 / BLOCKS of the model, and into BLOCK_ELEMENTS; one at least.
+    Blocks begin on multiples of 64 bytes where so many rows fit.
+    """
     itemsize = np.dtype(variable.dtype).itemsize
-    row = math.prod(variable.shape[1:])  # the elements of a 0-d or 1-d variable are its rows
-    rows = max(1, BLOCK_ELEMENTS // row)
-    aligned = ALIGNMENT // math.gcd(ALIGNMENT, row * itemsize)
-    # Very long rows of an odd size: blocks of `aligned` rows would be too coarse to balance.
-    if aligned * row <= 4 * BLOCK_ELEMENTS:
-        rows = max(1, rows // aligned) * aligned
-    return rows * row * itemsize
+    # The elements of a 0-d or 1-d variable are its rows.
+    row = math.prod(variable.shape[1:]) * itemsize
+    fair = min(max(model // BLOCKS, ALIGNMENT), BLOCK_ELEMENTS * itemsize)
+    rows = max(1, fair // row)
+    aligned = ALIGNMENT // math.gcd(ALIGNMENT, row)
+    if aligned <= rows:
+        rows -= rows % aligned
+    return rows * row
 
 
 def _brief(value: Any) -> str:

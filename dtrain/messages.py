@@ -36,6 +36,15 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Closed:
+    """Whose gradients make ``step`` is known: those of ``members``, sorted, and no other's."""
+
+    generation: int
+    step: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reduced:
     """A shard has summed and applied ``step`` into its other buffer; ``problem`` if it must not."""
 
@@ -46,8 +55,44 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A shard has been through a stage of the optimizer that is not its last.
+
+    ``blocks`` are the numbers of its blocks within the model, ``sums`` (float64, shape (sums,
+    blocks)) what it has summed over each; ``problem`` if the step must not be.
+    """
+
+    generation: int
+    step: int
+    stage: int
+    shard: int
+    problem: str | None
+    blocks: Any = field(repr=False)
+    sums: Any = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """All shards have been through a stage: the sums over all blocks of the model, in order.
+
+    ``problem`` (of ``shard``) instead, if one of them has refused the step.
+    """
+
+    generation: int
+    step: int
+    stage: int
+    sums: Any = field(default=None, repr=False)
+    problem: str | None = None
+    shard: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a step, for all shards; recorded before anything flips."""
+    """What became of a step, for all shards; recorded before anything flips.
+
+    ``ok``: the job goes on with the next version; ``applied``: that version has the step's update
+    in it, else it is the one before once more.
+    """
 
     generation: int
     step: int
@@ -55,6 +100,7 @@ class Verdict:
     weight: float
     ok: bool
     problem: str | None = None
+    applied: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +122,13 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Flip:
     """Command: ``version`` is now the one to read."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Command: ``version`` is now the one to read, and is equal to the one before."""
 
     version: int
 

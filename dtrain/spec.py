@@ -11,20 +11,48 @@ from numbers import Integral
 from typing import Any
 
 from dtrain.config import seconds
+from dtrain.devices import check_device
 from dtrain.errors import SpecError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """Synchronous replicas: each step aggregates the gradients of all replicas, then updates once.
+    """Synchronous replicas: each step aggregates the gradients of the replicas, then updates once.
 
-    The same job gives the same bits, whatever the workers, transports and shards.
+    Parameters
+    ----------
+    backups : int
+        Replicas that a step does not wait for (Chen et al., 2016, "Revisiting distributed
+        synchronous SGD").  Of R replicas the first R - backups that have a gradient make the step;
+        a late one is dropped and counted, never applied, and its rows are trained on later in the
+        epoch.  With 0 the same job gives the same bits, whatever the workers, transports and
+        shards; else it depends on who arrives when.
     """
+
+    backups: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backups", whole("mode.backups", self.backups, least=0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Async:
-    """Asynchronous replicas: every gradient is applied as it arrives, and nobody waits."""
+    """Asynchronous replicas: every gradient is applied as it arrives.
+
+    Parameters
+    ----------
+    max_staleness : int, optional
+        No replica begins a step while it is more than so many steps ahead of the slowest (stale
+        synchronous parallel: Ho et al., 2013).  A gradient's age is then at most
+        (R - 1)(2 max_staleness + 1) updates.  None: nobody ever waits.
+    """
+
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None:
+            bound = whole("mode.max_staleness", self.max_staleness, least=0)
+            object.__setattr__(self, "max_staleness", bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +67,19 @@ class Recovery:
         Workers without which nothing goes on: fewer are waited for.
     deadline : str or float
         How long they are waited for: seconds, or a time such as ``"10min"``.
+    on_non_finite : str
+        What a loss or a gradient that is NaN or infinite means: ``"fail"`` ends the job;
+        ``"skip"`` refuses that step (or, in asynchronous mode, that gradient) for all shards,
+        counts it as rejected, and goes on.
     """
 
     max_losses: int = 10
     min_workers: int = 1
     deadline: str | float = "10min"
+    on_non_finite: str = "fail"
 
     def __post_init__(self) -> None:
+        one_of("recovery.on_non_finite", self.on_non_finite, ("fail", "skip"))
         losses = whole("recovery.max_losses", self.max_losses, least=0)
         object.__setattr__(self, "max_losses", losses)
         workers = whole("recovery.min_workers", self.min_workers)
@@ -100,6 +134,9 @@ class Checkpoint:
 
 Mode = Sync | Async
 
+#: How shards are placed on workers, beside by a function of the user's.
+PLACEMENTS = ("greedy", "round-robin")
+
 
 def mode_name(mode: Mode) -> str:
     return "sync" if isinstance(mode, Sync) else "async"
@@ -113,9 +150,16 @@ class JobSpec:
     """
 
     mode: str = "sync"
+    backups: int = 0
+    max_staleness: int | None = None
+    replication: str = "between-graph"
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     replicas: int | None = None
     shards: int | None = None
+    partitioner: Mapping[str, Any] | None = None
+    #: ``"function"``: one of the user's, which travels beside the spec
+    placement: str = "greedy"
+    device: str = "auto"
     batch_size: int = 32
     epochs: int = 1
     steps: int | None = None
@@ -137,8 +181,22 @@ class JobSpec:
         for key in ("batch_size", "epochs"):
             object.__setattr__(self, key, whole(key, getattr(self, key)))
         object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
-        if self.mode not in ("sync", "async"):
-            raise SpecError(f"mode: found {self.mode!r}, expected 'sync' or 'async'")
+        one_of("mode", self.mode, ("sync", "async"))
+        if self.partitioner is not None and self.shards is not None:
+            raise SpecError("partitioner and shards: found both, expected one")
+        one_of("placement", self.placement, (*PLACEMENTS, "function"))
+        check_device(self.device)
+        one_of("replication", self.replication, ("between-graph", "in-graph"))
+        if self.replication == "in-graph" and (self.mode == "async" or self.backups):
+            raise SpecError(
+                "replication: found 'in-graph' with another mode than Sync(), expected "
+                "'between-graph', or Sync() without backups: an in-graph step has all replicas"
+            )
+        if self.replicas is not None and self.backups >= self.replicas:
+            raise SpecError(
+                f"mode.backups: found {self.backups} with {self.replicas} replicas, "
+                f"expected fewer backups than replicas"
+            )
         for key in ("shuffle", "resume"):
             if not isinstance(getattr(self, key), bool):
                 raise SpecError(f"{key}: found {getattr(self, key)!r}, expected True or False")
@@ -158,7 +216,12 @@ class JobSpec:
         object.__setattr__(self, "metrics", tuple(self.metrics))
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "optimizer": dict(self.optimizer), "metrics": list(self.metrics)}
+        own = {
+            "optimizer": dict(self.optimizer),
+            "partitioner": None if self.partitioner is None else dict(self.partitioner),
+            "metrics": list(self.metrics),
+        }
+        return {**asdict(self), **own}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> JobSpec:
@@ -172,8 +235,18 @@ class JobSpec:
             }
         )
 
-    def resolved(self, *, replicas: int, shards: int) -> JobSpec:
+    def resolved(self, *, replicas: int, workers: int) -> JobSpec:
+        """With as many replicas, and by default a shard for each of so many workers."""
+        shards = self.shards or (workers if self.partitioner is None else None)
         return replace(self, replicas=replicas, shards=shards)
+
+
+def one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """``value`` if it is among those allowed, or a SpecError that names ``key``."""
+    if value not in allowed:
+        expected = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"
+        raise SpecError(f"{key}: found {value!r}, expected {expected}")
+    return str(value)
 
 
 #: What all that carry numbers can carry.

@@ -82,7 +82,23 @@ class _Train(_Table):
     batch_size: _Count | None = Field(None, description=_COUNT)
     replicas: _Count | None = Field(None, description=_COUNT)
     shards: _Count | None = Field(None, description=_COUNT)
+    partitioner: _Kind | None = Field(
+        None, description='a table with a kind, like { kind = "max_size", bytes = "4MB" }'
+    )
+    placement: Literal["greedy", "round-robin"] | None = Field(
+        None, description='"greedy" or "round-robin"'
+    )
+    device: str | None = Field(None, description="'cpu', 'cuda', 'cuda:<number>' or 'auto'")
     mode: Literal["sync", "async"] = Field("sync", description='"sync" or "async"')
+    backups: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="a whole number from 0 up, with mode sync"
+    )
+    max_staleness: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="a whole number from 0 up, with mode async"
+    )
+    replication: Literal["between-graph", "in-graph"] | None = Field(
+        None, description='"between-graph" or "in-graph"'
+    )
     optimizer: _Kind | None = Field(
         None, description='a table with a kind, like { kind = "adam", lr = 1e-3 }'
     )
@@ -106,6 +122,7 @@ class _Recovery(_Table):
     deadline: Annotated[float, Field(gt=0)] | str = Field(
         "10min", description='a time like "10min", or a number of seconds'
     )
+    on_non_finite: Literal["fail", "skip"] = Field("fail", description='"fail" or "skip"')
 
 
 class _File(_Table):
@@ -116,6 +133,10 @@ class _File(_Table):
     train: _Train = Field(_Train.model_validate({}), description="a table [train]")
     checkpoint: _Checkpoint | None = Field(None, description="a table [checkpoint] with a dir")
     recovery: _Recovery | None = Field(None, description="a table [recovery]")
+
+
+#: The keys of a table [train] that are not a job's own fields.
+_NOT_AS_IS = {"mode", "backups", "max_staleness", "optimizer", "partitioner", "metrics"}
 
 
 # --- The public function.
@@ -154,11 +175,13 @@ def load_job(path: str | Path, *, name: str | None = None, output: str | Path | 
     X, y = spec.training_data(file.data)
     model = spec.model(file.model)
     train = file.train
-    chosen = train.model_dump(exclude={"mode", "optimizer", "metrics"}, exclude_none=True)
+    chosen = train.model_dump(exclude=_NOT_AS_IS, exclude_none=True)
     if train.metrics is not None:
         chosen["metrics"] = tuple(train.metrics)
     if train.optimizer is not None:
         chosen["optimizer"] = spec.optimizer(train.optimizer)
+    if train.partitioner is not None:
+        chosen["partitioner"] = spec.partitioner(train.partitioner)
     if isinstance(file.data.validation, str):
         chosen["validation_data"] = spec.validation_data(file.data, X)
     elif file.data.validation is not None:
@@ -175,10 +198,11 @@ def load_job(path: str | Path, *, name: str | None = None, output: str | Path | 
     chosen["name"] = name if name is not None else file.name
     spec.let_modules_travel()
 
-    from dtrain import Async, Job, Sync
+    from dtrain import Job
 
+    mode = spec.mode(train)
     try:
-        return Job(model, X, y, mode=Sync() if train.mode == "sync" else Async(), **chosen)
+        return Job(model, X, y, mode=mode, **chosen)
     except (SpecError, DataError) as error:
         raise _located(error, spec.path) from error
 
@@ -291,6 +315,31 @@ class _Reader:
         with self._built_in("train.optimizer", table):
             return optim.from_name(table.kind, **table.args)
 
+    def partitioner(self, table: _Kind) -> Any:
+        from dtrain.partition import Partitioner
+
+        try:
+            return Partitioner.from_dict({"kind": table.kind, **table.args})
+        except SpecError as error:
+            raise SpecError(f"{self.path}: train.{error}") from None
+
+    def mode(self, train: _Train) -> Any:
+        from dtrain import Async, Sync
+
+        kind, key, other = (
+            (Sync, "backups", "max_staleness")
+            if train.mode == "sync"
+            else (Async, "max_staleness", "backups")
+        )
+        if getattr(train, other) is not None:
+            only = "async" if train.mode == "sync" else "sync"
+            raise self.error(
+                f"train.{other}",
+                f"found it with mode {train.mode!r}, expected it with {only!r} alone",
+            )
+        value = getattr(train, key)
+        return kind() if value is None else kind(**{key: value})
+
     def checkpoint(self, table: _Checkpoint) -> Any:
         from dtrain import Checkpoint
 
@@ -314,11 +363,11 @@ class _Reader:
             yield
         except (TypeError, ValueError) as error:  # SpecError is a ValueError
             about, _, text = str(error).partition(": ")
+            if about == key.rpartition(".")[2]:
+                raise self.error(f"{key}.kind", text) from error
             about = about.removeprefix(f"{table.kind}.")
             if re.split(r"[.[]", about)[0] in table.args:  # or a part of it: "lr.peak", "betas[0]"
                 raise self.error(f"{key}.{about}", text) from error
-            if about == key.rpartition(".")[2]:
-                raise self.error(f"{key}.kind", text) from error
             raise self.error(key, str(error)) from error
 
     # The data.

@@ -75,7 +75,7 @@ def preflight(job: Job, client: Client, worker: str) -> int | None:
             f"resume=True goes on from it"
         )
     replicas: int = about["spec"]["replicas"]
-    spec = job.spec(detach=True).resolved(replicas=job.replicas or replicas, shards=1)
+    spec = job.spec(detach=True).resolved(replicas=job.replicas or replicas, workers=1)
     problem = difference(about, spec.to_dict(), len(job.X))
     if problem is not None:
         raise CheckpointError(f"{place}/{name}: {problem}")

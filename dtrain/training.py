@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import cloudpickle
 
-from dtrain.cluster import Control, connect, install
+from dtrain.cluster import Control, able, connect, install
 from dtrain.config import settings
 from dtrain.errors import ClusterWarning, SpecError
 from dtrain.handle import Handle
@@ -70,7 +70,7 @@ def fit(
     JobFailed
         Or a subclass; or the user's own exception where user code failed.
     """
-    job = _job(model, X, y, arguments)
+    job = job_of(model, X, y, arguments)
     _check(job)
     workers = job.replicas and min(job.replicas, _cores())
     with _out_of_the_pool(), connect(client, workers=workers) as found:
@@ -103,26 +103,28 @@ def submit(
     -------
     Handle
     """
-    job = _job(model, X, y, arguments)
+    job = job_of(model, X, y, arguments)
     _check(job)
     target = _running(client)
     info = install(target)
     for member, problem in info["problems"]:
         warnings.warn(f"{member} is left out: {problem}", ClusterWarning, stacklevel=2)
-    workers = [address for address, _ in info["ready"]]
+    workers = [address for address, _ in able(info, job.device or "auto")]
     resumed = preflight(job, target, workers[0])
     replicas = job.replicas or resumed or len(workers)
-    model_bytes = _pickled(job.model)
+    spec = job.spec(detach=detach).resolved(replicas=replicas, workers=len(workers))
+    model_bytes = _pickled("model", job.model)
+    placement = _pickled("placement", job.placement) if callable(job.placement) else None
     blobs = None if job.initial is None else {"initial": initial_values(job.initial)}
     inputs = prepare(job, target, workers, replicas, blobs=blobs)
     control = Control(target)
-    spec = job.spec(detach=detach).resolved(replicas=replicas, shards=job.shards or len(workers))
     try:
         described = control.call(
             "dtrain_submit",
             settings().prepare_deadline,
             spec=spec.to_dict(),
             model=model_bytes,
+            placement=placement,
             data=cloudpickle.dumps(inputs.plan),
             client=control.client_id,
         )
@@ -132,7 +134,8 @@ def submit(
     return Handle(described["id"], target, job.model)
 
 
-def _job(model: Any, X: Any, y: Any, arguments: dict[str, Any]) -> Job:
+def job_of(model: Any, X: Any, y: Any, arguments: dict[str, Any]) -> Job:
+    """The job that fit and submit are called for: a whole one, or its fields."""
     if isinstance(model, Job):
         if X is not None or y is not None or arguments:
             raise SpecError("a Job: found further arguments, expected them within the Job")
@@ -152,17 +155,17 @@ def _check(job: Job) -> None:
         check_target(job.output)
 
 
-def _pickled(model: Any) -> bytes:
+def _pickled(what: str, given: Any) -> bytes:
     """By value where the workers cannot import it, with the names of its files.
 
     By these a remote traceback shows the user's own lines; cloudpickle by itself drops them.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(model)
+        _Pickler(buffer).dump(given)
     except Exception as error:
         raise SpecError(
-            f"model: found a {type(model).__name__} that cannot be pickled "
+            f"{what}: found a {type(given).__name__} that cannot be pickled "
             f"({type(error).__name__}: {error}), expected one that can travel to the workers"
         ) from error
     return buffer.getvalue()

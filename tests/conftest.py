@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+import dtrain
+
 #: Threads that Dask and the standard library keep after a cluster has closed.  None of ours is
 #: here: dtrain's are called ``dtrain-...``, and its tasks leave Dask's pools idle.
 KEPT_THREADS = re.compile(
@@ -85,6 +87,13 @@ def nothing_left_behind() -> Iterator[None]:
         if time.monotonic() > until:
             pytest.fail(f"left behind {GRACE:.0f} s after the test: {left}")
         threading.Event().wait(0.02)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """Jobs compute on the CPU, also where there is a GPU, unless a test says otherwise."""
+    with dtrain.device("cpu"):
+        yield
 
 
 @pytest.fixture(scope="session")

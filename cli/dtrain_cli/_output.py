@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -30,6 +31,10 @@ Failure = Callable[[str, str], dict[str, Any]]
 
 def plain_failure(kind: str, message: str) -> dict[str, Any]:
     return {"error": {"type": kind, "message": message}}
+
+
+#: Control characters, but the ends of lines.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Report:
@@ -58,7 +63,7 @@ class Report:
 
     def note(self, text: str) -> None:
         """Tell people something on stderr."""
-        print(text, file=sys.stderr, flush=True)
+        print(plain(text), file=sys.stderr, flush=True)
 
     def fail(self, code: int, kind: str, message: str) -> None:
         self.code = code
@@ -107,6 +112,7 @@ def command(as_json: bool, failure: Failure = plain_failure) -> Iterator[Report]
         DataError,
         DTrainError,
         JobNotFound,
+        SessionNotFound,
         SpecError,
     )
 
@@ -121,7 +127,7 @@ def command(as_json: bool, failure: Failure = plain_failure) -> Iterator[Report]
             if isinstance(error, ClusterError):
                 code = NO_CLUSTER
             else:
-                kinds = SpecError | DataError | JobNotFound | CheckpointError
+                kinds = SpecError | DataError | JobNotFound | SessionNotFound | CheckpointError
                 refused = isinstance(error, kinds)
                 code = REFUSED if refused else FAILED
             report.fail(code, type(error).__name__, str(error))
@@ -218,6 +224,11 @@ def when(seconds: float | None) -> str | None:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else None
 
 
+def plain(text: str) -> str:
+    """``text`` with what a terminal would obey escaped: users' names may hold any character."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def number(value: Any) -> str:
     """A value for people: four digits of a float, "-" for what is not there."""
     if value is None:
@@ -225,5 +236,5 @@ def number(value: Any) -> str:
     return (
         f"{value:.4g}"
         if isinstance(value, float) and abs(value) < 1e4
-        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
+        else (f"{value:,.0f}" if isinstance(value, float) else plain(str(value)))
     )

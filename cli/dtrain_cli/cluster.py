@@ -63,6 +63,16 @@ def _dashboard_address(text: str) -> str:
     return f"{host or '127.0.0.1'}:{port}"
 
 
+#: Run by each worker process as it starts.  At the end of the cluster one that has data which no
+#: other can take is closed just as it is asked to retire, and would call that an error.
+_SPARE = """
+import logging
+logging.getLogger("distributed.worker").addFilter(
+    lambda record: not str(record.msg).startswith("Invalid Worker.status transition")
+)
+"""
+
+
 def _serve(
     workers: int | None, threads: int, dashboard: str, port: int, stop: threading.Event
 ) -> None:
@@ -84,6 +94,7 @@ def _serve(
                 host="127.0.0.1",
                 scheduler_port=port,
                 dashboard_address=dashboard,
+                preload=[_SPARE],
             )
     except (OSError, RuntimeError) as error:
         raise ClusterError(

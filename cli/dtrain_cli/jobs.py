@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,9 @@ def submit(
         Path | None,
         typer.Option("--output", metavar="DIR", help="The folder to save the model in."),
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show where everything would be, and start nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a spec file describes.
@@ -54,6 +58,7 @@ def submit(
     \b
     Examples:
       dtrain submit digits.toml
+      dtrain submit digits.toml --plan
       dtrain submit digits.toml --scheduler tcp://127.0.0.1:8786 --detach
       dtrain submit digits.toml --output runs/7 --json | jq .metrics
     """
@@ -67,7 +72,12 @@ def submit(
                 "--detach: found no cluster that would outlive this command, "
                 "expected --scheduler ADDR or DTRAIN_SCHEDULER"
             )
+        if plan and detach:
+            raise SpecError("--plan and --detach: found both, expected one")
         job = load_job(spec, name=name, output=output)
+        if plan:
+            _report_plan(report, job, address)
+            return
         with connected(address, workers=embedded_workers(job.replicas)) as client:
             handle = dtrain.submit(job, client=client, detach=detach)
             report.failure = lambda kind, message: {
@@ -80,6 +90,19 @@ def submit(
                 report.note(f"job {handle.id} submitted to {address or 'an embedded cluster'}")
                 interrupted = _wait(report, handle)
                 _report_end(report, handle.status(), interrupted)
+
+
+def _report_plan(report: Report, job: Any, address: str | None) -> None:
+    """Without a cluster: for the workers that an embedded one would have."""
+    import dtrain
+
+    if address is None:
+        found = dtrain.plan(job, workers=embedded_workers(job.replicas))
+    else:
+        with connected(address) as client:
+            found = dtrain.plan(job, client=client)
+    report.document = found.to_dict()
+    report.show = lambda console: console.print(str(found), soft_wrap=True)
 
 
 def no_job(kind: str, message: str) -> dict[str, Any]:
@@ -153,17 +176,71 @@ def _summary(status: dict[str, Any]) -> dict[str, Any]:
         "seconds": trained or None,
         "workers lost": status.get("losses") or None,
         "saved at step": status.get("saved"),
-        "replicas": _places(status.get("replicas")),
+        "replicas": _places(status.get("replicas"), status.get("devices")),
         "model": status.get("output"),
     }
 
 
-def _places(replicas: Any) -> str | None:
-    """How many there are, and on how many workers."""
+def _places(replicas: Any, devices: Any) -> str | None:
+    """How many there are, on how many workers, and on what they compute."""
     if not isinstance(replicas, dict) or not replicas:
         return None
     workers = len(set(replicas.values()))
-    return f"{len(replicas)} on {workers} worker{'s' if workers > 1 else ''}"
+    kinds = sorted({device for device in (devices or {}).values() if device})
+    what = f" ({', '.join(kinds)})" if kinds else ""
+    return f"{len(replicas)} on {workers} worker{'s' if workers > 1 else ''}{what}"
+
+
+#: So many workers are shown with their bytes.
+_SHOWN = 8
+
+
+def _loads(placement: Any) -> str | None:
+    """The bytes of parameters at each worker."""
+    if not isinstance(placement, dict) or not placement:
+        return None
+    from dask.utils import format_bytes
+
+    loads: dict[str, int] = {}
+    for shard in placement.values():
+        loads[shard["worker"]] = loads.get(shard["worker"], 0) + shard["bytes"]
+    words = [f"{format_bytes(load)} at {worker}" for worker, load in loads.items()]
+    rest = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+#: The counts of the ledger that say more than that all went well.
+_ODD = ("late", "rejected", "replayed", "duplicates")
+
+
+def _account(ledger: Any) -> dict[str, str | None]:
+    """What became of the gradients, where that is not all to be told by the steps."""
+    if not isinstance(ledger, dict):
+        return {}
+    odd = [f"{name} {ledger[name]}" for name in _ODD if ledger.get(name)]
+    gradients = ", ".join([f"applied {ledger.get('applied', 0)}", *odd]) if odd else None
+    ages = {int(age): count for age, count in (ledger.get("staleness") or {}).items() if count}
+    words = ", ".join(f"{count} of age {age}" for age, count in sorted(ages.items()))
+    return {"gradients": gradients, "staleness": words if any(ages) else None}
+
+
+#: So many replicas are shown in a table; --json has all.
+_ROWS = 64
+
+
+def _replicas(status: dict[str, Any]) -> Callable[[Any], None] | None:
+    """A table of what each replica has done and does; None if nothing is known of any."""
+    steps, doing = status.get("local_steps") or {}, status.get("doing") or {}
+    places = status.get("replicas")
+    if not isinstance(places, dict) or not (steps or doing):
+        return None
+    rows = [
+        [replica, places[replica], steps.get(replica), doing.get(replica)]
+        for replica in sorted(places, key=int)
+    ]
+    rest = len(rows) - _ROWS
+    rows = rows[:_ROWS] + ([[f"and {rest} more", None, None, None]] if rest > 0 else [])
+    return columns(["REPLICA", "WORKER", "LOCAL STEPS", "DOES"], rows)
 
 
 def list_(scheduler: Scheduler = None, as_json: Json = False) -> None:
@@ -189,24 +266,36 @@ def list_(scheduler: Scheduler = None, as_json: Json = False) -> None:
 
 
 def status(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
-    """Show the state and progress of a job.
+    """Show the state and progress of a job, and what each of its replicas does.
 
     \b
-    Example:
-      dtrain status 3f2a --json | jq .state
+    Examples:
+      dtrain status 3f2a
+      dtrain status 3f2a --json | jq .waiting
     """
     with command(as_json) as report:
         import dtrain
 
         found = dtrain.attach(job_id, need_address(scheduler)).status()
         report.document = found
-        report.show = pairs(_summary(found))
+        loads, above = _loads(found.get("placement")), found.get("imbalance")
+        placed = {"parameters": loads, "imbalance": None if above is None else f"{above:.1%}"}
+        summary = pairs({**_summary(found), **placed, **_account(found.get("ledger"))})
+        table = _replicas(found)
+
+        def show(console: Any) -> None:
+            summary(console)
+            if table is not None:
+                console.print()
+                table(console)
+
+        report.show = show
         if found["state"] == "FAILED" and found.get("traceback"):
             report.note(str(found["traceback"]).rstrip())
 
 
 def why(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) -> None:
-    """Tell what a job is waiting for.
+    """Tell who waits for whom in a job: since when, and at which step.
 
     \b
     Example:
@@ -255,6 +344,12 @@ def cancel(job_id: JobId, scheduler: Scheduler = None, as_json: Json = False) ->
         report.show = lambda console: console.print(f"{job_id} {state}")
 
 
+def _devices(worker: dict[str, Any]) -> str:
+    """What the replicas of a worker may compute on, and why not on a GPU."""
+    why = worker.get("no_gpu")
+    return ", ".join(worker["devices"]) + (f" ({why})" if why else "")
+
+
 def doctor(scheduler: Scheduler = None, as_json: Json = False) -> None:
     """Check this machine and those of the cluster.
 
@@ -276,11 +371,14 @@ def doctor(scheduler: Scheduler = None, as_json: Json = False) -> None:
         table = columns([*(key.upper() for key in keys), ""], rows)
         # Replicas that each had all cores for their BLAS would fight for them.
         blas = sorted({m["blas"] for m in found["workers"] if m.get("blas")})
+        devices = sorted({_devices(m) for m in found["workers"] if m.get("devices")})
 
         def show(console: Any) -> None:
             table(console)
             for words in blas:
                 console.print(f"BLAS of the workers: {words}", markup=False)
+            for words in devices:
+                console.print(f"devices of the workers: {words}", markup=False)
 
         report.document = found
         report.show = show

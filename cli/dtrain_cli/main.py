@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dtrain_cli import checkpoints, cluster, jobs
+from dtrain_cli import checkpoints, cluster, jobs, sessions
 from dtrain_cli._output import plain_failure
 
 app = typer.Typer(
@@ -56,6 +56,7 @@ app.command()(jobs.cancel)
 app.command()(jobs.doctor)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(sessions.app, name="sessions")
 
 
 def run() -> None:

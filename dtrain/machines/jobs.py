@@ -11,7 +11,7 @@ committed version, and training goes on from there.  What an old generation stil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -55,15 +55,30 @@ TERMINAL = frozenset(state for state, ways in TRANSITIONS.items() if not ways)
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What one worker does for a job."""
+    """What one worker does for a job; its shards are placed once the chief knows the model."""
 
     address: str
     name: str
     replicas: tuple[int, ...]
-    shards: tuple[int, ...]
+    shards: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"worker {self.name} ({self.address})" if self.name else f"worker {self.address}"
+
+
+def with_shards(hosts: Sequence[HostPlan], where: Sequence[int]) -> tuple[HostPlan, ...]:
+    """The hosts with the shards that are placed on them: shard -> index of its host."""
+    own: list[list[int]] = [[] for _ in hosts]
+    for shard, host in enumerate(where):
+        own[host].append(shard)
+    return tuple(
+        replace(host, shards=tuple(shards)) for host, shards in zip(hosts, own, strict=True)
+    )
+
+
+def lead_shard(hosts: Sequence[HostPlan]) -> int:
+    """The first shard of the chief: beside it are the verdicts, or the cursor."""
+    return min(hosts[0].shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +118,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The hosts of a generation are chosen; the first is the chief and has the lead shard."""
+    """The hosts of a generation are chosen; the first is the chief, and will have shards."""
 
     hosts: tuple[HostPlan, ...]
 
@@ -112,7 +127,8 @@ class Launched:
 class HostReady:
     """A host has all it needs; ``shared``: it can open the chief's shared memory.
 
-    The chief says with it what it has begun with, and where its shared memory is.
+    The chief says with it what it has begun with, where its shared memory is, and which host
+    (its index) has each shard.
     """
 
     generation: int
@@ -120,6 +136,7 @@ class HostReady:
     shared: bool = False
     restored: Restored | None = None
     meeting: Any = None
+    placed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,8 +404,7 @@ class JobMachine:
     def _launched(self, event: Launched, now: float) -> list[Command]:
         if self.state is not State.QUEUED and not self.placing:
             raise ProtocolError(f"job {self.id}: launched while {self.state}")
-        self.hosts = event.hosts
-        self._hosts = {h.address: h for h in event.hosts}
+        self._choose(event.hosts)
         self._training = sum(bool(h.replicas) for h in event.hosts)
         if self.state is State.QUEUED:
             self._enter(State.PREPARING, now, f"on {len(event.hosts)} workers")
@@ -397,14 +413,21 @@ class JobMachine:
             self._tell(now, f"generation {self.generation} on {len(event.hosts)} workers")
         return [Launch(event.hosts)]
 
+    def _choose(self, hosts: tuple[HostPlan, ...]) -> None:
+        self.hosts = hosts
+        self._hosts = {h.address: h for h in hosts}
+
     def _host_ready(self, event: HostReady, now: float) -> list[Command]:
         host = self.host(event.address)
         self.ready.add(event.address)
         if event.shared:
             self.sharing.add(event.address)
-        if host is self.hosts[0] and event.restored is not None and self.restored is None:
+        chief = self.hosts[0].address == host.address
+        if chief and event.restored is not None and self.restored is None:
             commands = self._found(event.restored, now)
             self._meeting = event.meeting
+            if event.placed is not None:
+                self._choose(with_shards(self.hosts, event.placed))
             if commands:
                 return commands
         waits = self.state in (State.PREPARING, State.RECOVERING)
@@ -476,6 +499,12 @@ class JobMachine:
             self.ledger = Ledger.total(accounts).to_dict()
             self.epoch_began = now
             last = any(payload.get("last") for payload in ordered)
+            if not record["samples"] and self.ledger["rejected"]:
+                words = (
+                    f"every step of epoch {event.epoch + 1} was passed over: no loss or gradient "
+                    f"of it was finite"
+                )
+                return self._fail(Failure("NON_FINITE", words), now)
         self.settled[key] = last
         if last:
             self._succeed(now)

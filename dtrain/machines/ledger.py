@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from dtrain.machines.cursor import Plan
+from dtrain.machines.plan import Plan
 
 
 @dataclass

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from dtrain.devices import resolved
 from dtrain.errors import ProtocolError
 
 #: Seconds between two probes of a worker that is not heard of.
@@ -44,6 +45,9 @@ class Hello:
     blas: str = ""
     #: what a neighbour finds its process by, opaque here
     process: Any = None
+    #: what its replicas may compute on, and why no GPU is among it, in words
+    devices: tuple[str, ...] = ("cpu",)
+    no_gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ class Member:
     problem: str | None = None
     blas: str = ""
     process: Any = None
+    devices: tuple[str, ...] = ("cpu",)
+    no_gpu: str = ""
     beat: float | None = None
     #: when it was last probed, and what was found
     probed: float | None = None
@@ -217,6 +223,7 @@ class Membership:
     def _hello(self, member: Member, event: Hello, now: float) -> list[Command]:
         member.version, member.problem = event.version, event.problem
         member.blas, member.process = event.blas, event.process
+        member.devices, member.no_gpu = event.devices, event.no_gpu
         member.beat = now
         member.probed = member.finding = member.stuck = None
         was = member.presence
@@ -255,6 +262,10 @@ class Membership:
         """Those that can train; not those that are about to leave."""
         every = self.members.values()
         return [m for m in every if m.presence is Presence.READY and not m.retiring]
+
+    def able(self, device: str) -> list[Member]:
+        """Those of them that have the device of a job."""
+        return [m for m in self.ready() if resolved(device, m.devices) is not None]
 
     def pending(self, now: float) -> list[Member]:
         """Workers that may still say hello in time."""

@@ -10,13 +10,32 @@ import numpy as np
 from distributed.protocol import to_serialize
 
 from dtrain.errors import ProtocolError
-from dtrain.messages import Contribution, Push, Pushed, Reduced, Verdict
+from dtrain.machines.cursor import Held
+from dtrain.machines.quorum import Join
+from dtrain.messages import (
+    Closed,
+    Contribution,
+    Measured,
+    Measures,
+    Push,
+    Pushed,
+    Reduced,
+    Verdict,
+)
 from dtrain.runtime.arena import Arena
-from dtrain.runtime.lead import Account, AsyncLead, SyncLead
+from dtrain.runtime.lead import (
+    Account,
+    AsyncLead,
+    QuorumLead,
+    SyncLead,
+    packed,
+    packed_answer,
+)
 from dtrain.runtime.preparation import slots_of
 from dtrain.runtime.shards import SyncShard
 from dtrain.runtime.transport import meeting
 from dtrain.runtime.transport.shm import SharedArena
+from dtrain.runtime.transport.shmquorum import QuorumAccount
 
 if TYPE_CHECKING:
     from dtrain.runtime.host import Host
@@ -40,6 +59,7 @@ class Answers:
             return None
         return {
             "layout": self._host.layout.to_dict(),
+            "placed": self._host.placed,
             "begin": asdict(self._host.begin),
             "meeting": meeting.describe(self._host.meeting),
         }
@@ -70,6 +90,7 @@ class Answers:
                 self._host.arena.lead,
                 self._host.account,
             )
+            assert not isinstance(account, QuorumAccount)  # that is in shared memory
             # A shard's last gradients are asked for by the replica, to know what was applied.
             applied = {
                 str(replica): max((s.last.get(replica, -1) for s in shards.values()), default=-1)
@@ -81,7 +102,8 @@ class Answers:
                 "layout": self._host.layout.to_dict(),
                 "versions": {str(index): shard.version for index, shard in shards.items()},
                 "applied": applied,
-                "cursor": list(lead.cursor.state) if isinstance(lead, AsyncLead) else None,
+                "cursor": _turns(lead),
+                "passed_over": _passed_over(lead),
                 "account": None if account is None else self._account(account),
             }
 
@@ -143,21 +165,72 @@ class Answers:
         if not await decided.wait(wait):
             return None
         v: Verdict = decided.value
-        return [v.generation, v.step, v.members, v.weight, v.ok, v.problem]
+        return [v.generation, v.step, v.members, v.weight, v.ok, v.problem, v.applied]
 
-    def taken(self, replica: int, request: int, epoch: int) -> tuple[int, int, int] | None:
+    async def measured(self, event: Measured, wait: float) -> list[Any] | None:
+        complete = _Signal()
         with self._host.arena.lock:
-            batch = self._host.arena.lead.take(replica, request, epoch)
-        return None if batch is None else (batch.epoch, batch.part, batch.index)
+            lead: SyncLead = self._host.arena.lead
+            lead.measure(event)
+            lead.watch_measures(event.step, event.stage, complete.set)
+        if not await complete.wait(wait):
+            return None
+        found: Measures = complete.value
+        return [
+            None if found.sums is None else to_serialize(found.sums),
+            found.problem,
+            found.shard,
+        ]
+
+    def joined(self, event: Join) -> Any:
+        with self._host.arena.lock:
+            lead: QuorumLead = self._host.arena.lead
+            return packed_answer(lead.join(event))
+
+    async def closed(self, step: int, wait: float) -> tuple[int, ...] | None:
+        known = _Signal()
+        with self._host.arena.lock:
+            lead: QuorumLead = self._host.arena.lead
+            lead.watch_closed(step, known.set)
+        if not await known.wait(wait):
+            return None
+        found: Closed = known.value
+        return found.members
+
+    async def taken(self, replica: int, request: int, epoch: int, wait: float) -> Any:
+        """The next batch, or for whom the replica has to wait, if it still has to by then."""
+        until = asyncio.get_running_loop().time() + wait
+        while True:
+            moved = _Signal()
+            with self._host.arena.lock:
+                lead: AsyncLead = self._host.arena.lead
+                answer = lead.take(replica, request, epoch)
+                if isinstance(answer, Held):
+                    lead.watch(moved.set)
+            left = until - asyncio.get_running_loop().time()
+            if not isinstance(answer, Held) or left <= 0 or not await moved.wait(left):
+                return packed(answer)
 
     def push_pulled(self, shard: int, push: Push) -> dict[str, Any]:
         """Off the event loop."""
         self._arena(shard)
         ranges = self._host.shard_plan.shards[shard].ranges
         into = [np.empty((r.stop - r.start) // np.dtype(r.dtype).itemsize, r.dtype) for r in ranges]
-        version, batch = self._host.exchanged(shard, push, into)
-        following = None if batch is None else (batch.epoch, batch.part, batch.index)
-        return {"version": version, "next": following, "params": into}
+        version, following = self._host.exchanged(shard, push, into)
+        return {"version": version, "next": packed(following), "params": into}
+
+
+def _turns(lead: Any) -> list[int] | None:
+    """The state of the cursor or of the quorum at the lead."""
+    if isinstance(lead, QuorumLead):
+        return list(lead.quorum.state)
+    return list(lead.cursor.state) if isinstance(lead, AsyncLead) else None
+
+
+def _passed_over(lead: Any) -> list[int]:
+    """The steps of late whose version is the one before, as far as the lead knows."""
+    verdicts = lead.rounds.verdicts.values() if isinstance(lead, SyncLead) else ()
+    return [verdict.step for verdict in verdicts if verdict.ok and not verdict.applied]
 
 
 class _Signal:

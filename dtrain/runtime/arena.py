@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dtrain.arrays import aligned_bytes
 from dtrain.errors import DeadlineError, FencedError
-from dtrain.layout import Layout
+from dtrain.layout import Layout, Views
 from dtrain.messages import Batch
 
 #: The fallback thread looks after this many seconds whether the arena was closed under it.
@@ -46,7 +46,7 @@ class Arena:
         #: replica -> the flat buffer that its gradient is written to
         self.grads: dict[int, Any] = {}
         #: replica -> named views of that buffer
-        self.grad_views: dict[int, dict[str, Any]] = {}
+        self.grad_views: dict[int, Views] = {}
         #: guards every machine of the job in this process; never held during array maths
         self.lock = threading.Lock()
         #: replicas wait here for versions, and take work
@@ -210,16 +210,16 @@ def release(key: tuple[str, int]) -> None:
     arena.close()
 
 
-def poisoned(views: dict[str, Any]) -> dict[str, Any]:
+def poisoned(views: Views) -> Views:
     """Fill gradients with NaN: one that a model forgets to write is refused, not taken for 0."""
     for view in views.values():
         view.fill(float("nan"))
     return views
 
 
-def frozen(views: Mapping[str, Any]) -> dict[str, Any]:
+def frozen(views: Views) -> Views:
     """The same views, read-only where the array library can say so."""
     for view in views.values():
         if hasattr(view, "setflags"):
             view.setflags(write=False)
-    return dict(views)
+    return views

@@ -63,18 +63,21 @@ class Calls:
         until = time.monotonic() + settings.step_deadline
         while time.monotonic() < until:
             self.check()
-            answer = self.answer(
-                self.service.ask_master(
-                    op,
-                    settings.call_deadline + settings.poll,
-                    job=self.launch.job,
-                    generation=self.launch.generation,
-                    address=self.service.address,
-                    wait=settings.poll,
-                    **message,
-                ),
+            question = self.service.ask_master(
+                op,
                 settings.call_deadline + settings.poll,
+                job=self.launch.job,
+                generation=self.launch.generation,
+                address=self.service.address,
+                wait=settings.poll,
+                **message,
             )
+            try:
+                answer = self.answer(question, settings.call_deadline + settings.poll)
+            except DeadlineError as error:
+                # A scheduler or a machine that stood still; what was asked may be asked again.
+                logger.warning("job %s waits for %s: %s", self.launch.job, what, error)
+                continue
             if answer["over"] is not None:
                 raise Stopped(answer["over"])
             if answer["go"]:

@@ -24,14 +24,14 @@ import numpy as np
 from dtrain._version import __version__
 from dtrain.errors import CheckpointError, StorageError
 from dtrain.layout import Layout
-from dtrain.partition import Shard, ShardPlan
+from dtrain.partition import ShardPlan
+from dtrain.partition import rows_of as rows_in
 from dtrain.runtime.files import MANIFEST, NAME, Place, place
 from dtrain.runtime.manifest import (
     FORMAT,
     Manifest,
     Part,
     Piece,
-    count,
     from_dict,
     job_of,
     misfit,
@@ -235,25 +235,13 @@ def _pieces_of(snapshot: Snapshot) -> list[tuple[Piece, ...]]:
         tuple(
             Piece(slot, variable, start, stop)
             for slot in (None, *slots)
-            for variable, start, stop in _rows_of(layout, shard)
+            for variable, start, stop in rows_in(layout, shard)
         )
         for shard in snapshot.shards.shards
     ]
     if problem := misfit(layout, slots, chain(*pieces)):
         raise ValueError(f"shards: {problem}")
     return pieces
-
-
-def _rows_of(layout: Layout, shard: Shard) -> Iterator[tuple[str, int, int]]:
-    """(variable, first row, row after the last) of all that a shard holds rows of."""
-    for part in shard.ranges:
-        for variable in layout.variables:
-            end = variable.offset + variable.nbytes
-            start, stop = max(part.start, variable.offset), min(part.stop, end)
-            if start < stop:
-                row = variable.nbytes // count(variable)
-                first, last = start - variable.offset, stop - variable.offset
-                yield variable.name, first // row, last // row
 
 
 # -- reading -----------------------------------------------------------------------------------

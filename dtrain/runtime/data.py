@@ -18,7 +18,7 @@ import numpy as np
 from distributed.utils import offload
 
 from dtrain.errors import DataError
-from dtrain.machines.cursor import Plan, cuts, order, split
+from dtrain.machines.plan import Plan, cuts, order, split
 from dtrain.runtime.inputfile import PIECE, FileRef, array_at, fetch_rows
 
 if TYPE_CHECKING:

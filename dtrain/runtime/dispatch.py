@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from distributed.client import FuturesCancelledError, _wait
 from distributed.utils import offload
 
-from dtrain.machines.cursor import cuts
 from dtrain.machines.jobs import HostDone, HostFailed, Launched, Origin, State
 from dtrain.machines.membership import Member, Presence
+from dtrain.machines.plan import cuts
 from dtrain.messages import Failure
 from dtrain.runtime import process
 from dtrain.runtime.launch import Launch
@@ -78,7 +78,8 @@ class Dispatch:
         if record.futures:
             self.release(record)
         record.reports.clear()
-        ready, recovery = self.master.membership.ready(), record.spec.recovery
+        recovery = record.spec.recovery
+        ready = self.master.membership.able(record.spec.device)
         if record.machine.generation > 1:
             # One that is held by other tasks has no thread for ours; but better that than none.
             ready = [m for m in ready if self.idle(m) or m.address in record.touched] or ready
@@ -86,7 +87,7 @@ class Dispatch:
             return
         origin = record.machine.origin
         near = functools.partial(_near, origin)
-        hosts = place(ready, record.replicas, record.shards, self.local_rows(record), near)
+        hosts = place(ready, record.replicas, record.most_shards, self.local_rows(record), near)
         record.touched.update(h.address for h in hosts)
         self.master.handle(record, Launched(hosts))
 
@@ -144,6 +145,7 @@ class Dispatch:
             generation=machine.generation,
             spec=record.spec,
             model=record.model,
+            placement=record.placement,
             data=record.data,
             hosts=machine.hosts,
             settings=self.master.settings,
@@ -229,7 +231,7 @@ class Dispatch:
         for watcher in record.watchers:
             watcher.cancel()
         self._let_go(record)
-        record.model, record.data = b"", None
+        record.model, record.placement, record.data = b"", None, None
         await self._forget_job(record)
         if keep and not record.attached:
             await self._keep_twice(record)
@@ -282,6 +284,11 @@ class Dispatch:
             self.master.scheduler.remove_client(record.hold)
 
     def release(self, record: Record) -> None:
+        """Let go of a job's tasks and of its result."""
+        if self._client is not None:
+            # At once: the client's own word comes a little later.
+            keys = record.result_keys
+            self.master.scheduler.client_releases_keys(keys=keys, client=self._client.id)
         for watcher in record.watchers:
             watcher.cancel()
         for future in record.futures.values():

@@ -10,17 +10,18 @@ finished, not replayed.  A checkpoint is gathered in the same way, between two s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtrain.arrays import aligned_bytes
-from dtrain.errors import DTrainError
+from dtrain.errors import DTrainError, ProtocolError
 from dtrain.layout import Layout
 from dtrain.machines.cursor import Cursor
-from dtrain.machines.jobs import HostPlan
+from dtrain.machines.jobs import HostPlan, lead_shard
 from dtrain.machines.ledger import Ledger
-from dtrain.runtime.shards import cut
+from dtrain.machines.quorum import Quorum
 from dtrain.runtime.state import State, fresh_slots
+from dtrain.runtime.updater import cut
 
 if TYPE_CHECKING:
     from dtrain.runtime.host import Host
@@ -45,7 +46,7 @@ def running(host: Host) -> State:
     return _gather(host, host.generation, host.launch.hosts, freeze=False)
 
 
-def _gather(host: Host, generation: int, hosts: Iterable[HostPlan], *, freeze: bool) -> State:
+def _gather(host: Host, generation: int, hosts: Sequence[HostPlan], *, freeze: bool) -> State:
     reports = {}
     for one in hosts:
         try:
@@ -63,24 +64,39 @@ def _gather(host: Host, generation: int, hosts: Iterable[HostPlan], *, freeze: b
     slots = fresh_slots(host.optimizer, layout)
     state = State(layout=layout, params=aligned_bytes(layout.nbytes), slots=slots, source="memory")
     version = max(v for report in reports.values() for v in report["versions"].values())
+    # A shard that has not heard that a step is passed over has its update ready, for nothing.
+    passed_over = any(version - 1 in report["passed_over"] for report in reports.values())
     found = {}
     for address, report in reports.items():
-        for shard in map(int, report["versions"]):
-            if shard not in found:
-                found[shard] = _take(host, address, generation, shard, version, state)
+        for shard, own in report["versions"].items():
+            if int(shard) not in found:
+                wanted = [own, version] if passed_over and own < version else [version]
+                found[int(shard)] = _take(host, address, generation, int(shard), wanted, state)
     missing = [s for s in range(len(host.shard_plan.shards)) if s not in found]
     if missing:
         raise DTrainError(f"shards {missing} are nowhere")
     if not host.synchronous:
         state.versions = [found[shard] for shard in sorted(found)]
-    state.step = found[0]
+    state.step = found[lead_shard(hosts)]
     _join_accounts(host, state, list(reports.values()), freeze=freeze)
     return state
 
 
-def _take(host: Host, address: str, generation: int, shard: int, version: int, state: State) -> int:
-    """Copy a shard at a version (the newest, in asynchronous mode) to its place."""
-    found = _call(host, address, "dtrain_shard", generation, shard=shard, version=version)
+def _take(
+    host: Host, address: str, generation: int, shard: int, wanted: list[int], state: State
+) -> int:
+    """Copy a shard to its place, at the first of these versions that it still has.
+
+    In asynchronous mode at its newest.
+    """
+    version, *others = wanted
+    try:
+        found = _call(host, address, "dtrain_shard", generation, shard=shard, version=version)
+    except ProtocolError:
+        if not others:
+            raise
+        # It has heard of the verdict since it was asked.
+        return _take(host, address, generation, shard, others, state)
     ranges = host.shard_plan.shards[shard].ranges
     for target, source in zip(cut(state.params, ranges), found["params"], strict=True):
         target[...] = source
@@ -103,6 +119,9 @@ def _join_accounts(
     if cursor is None:
         return
     plan = host.parts.plan
+    if host.backups:
+        state.cursor = Quorum.recovered(plan, cursor, state.step)
+        return
     known = Cursor(plan, 0, list(cursor))
     for replica in range(plan.replicas):
         # The lead shard's exchange hands out the next batch, so what is still out is not known

@@ -8,37 +8,61 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dtrain.layout import Layout
-from dtrain.machines.cursor import Cursor
-from dtrain.machines.jobs import HostPlan
+from dtrain.machines.cursor import Held
+from dtrain.machines.jobs import HostPlan, with_shards
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.quorum import Answer, Join, Quorum, with_quorum
 from dtrain.machines.rounds import Totals
-from dtrain.messages import Batch, Contribution, Push, Pushed, Reduced, Verdict
+from dtrain.messages import (
+    Batch,
+    Closed,
+    Contribution,
+    Measured,
+    Measures,
+    Push,
+    Pushed,
+    Reduced,
+    Verdict,
+)
 from dtrain.optim import Optimizer
-from dtrain.partition import partition
+from dtrain.partition import split
 from dtrain.runtime import arena as arenas
 from dtrain.runtime import handover
+from dtrain.runtime.activity import Activity
 from dtrain.runtime.answers import Answers
 from dtrain.runtime.arena import Arena
 from dtrain.runtime.calls import Calls
 from dtrain.runtime.data import Feed, Parts
 from dtrain.runtime.launch import Launch
-from dtrain.runtime.lead import Account, AsyncLead, SyncLead
+from dtrain.runtime.lead import (
+    Account,
+    AsyncLead,
+    QuorumLead,
+    SyncLead,
+    unpacked_answer,
+)
 from dtrain.runtime.points import at_point
 from dtrain.runtime.saver import Saver
-from dtrain.runtime.state import Begin, State
+from dtrain.runtime.state import Begin, State, ended_early
 from dtrain.runtime.transport import comm, meeting
 from dtrain.runtime.transport.meeting import Meeting
 from dtrain.runtime.transport.segment import Segment
 from dtrain.runtime.transport.shm import SharedArena
+from dtrain.runtime.transport.shmquorum import QuorumAccount
 
 if TYPE_CHECKING:
+    from dtrain.runtime.tasks import Share
     from dtrain.runtime.worker import WorkerService
 
+
+#: So many steps that are passed over are told of, by each host of a generation.
+_TOLD = 20
 
 #: Seconds that a copy of what is committed may take to come out whole.
 _COPY = 1.0
@@ -59,8 +83,15 @@ class Host:
         self.generation = launch.generation
         self.plan: HostPlan = launch.host(service.address)
         self.synchronous = launch.spec.mode == "sync"
+        #: whether its steps do not wait for all replicas
+        self.backups = launch.spec.backups > 0
+        self.in_graph = launch.spec.replication == "in-graph"
+        #: where its replicas compute: ``"cpu"``, or ``"cuda:<number>"``
+        self.device = "cpu"
         self.arena: Arena = None  # type: ignore[assignment]
         # All of these are there once it is prepared, see :mod:`.preparation`.
+        #: for each shard, the index of the host that has it
+        self.placed: tuple[int, ...] = ()
         self.model: Any = None
         self.optimizer: Optimizer = None  # type: ignore[assignment]
         self.parts: Parts = None  # type: ignore[assignment]
@@ -70,10 +101,13 @@ class Host:
         #: the chief's own mapping, until the arena is open
         self.made: Segment | None = None
         self.link: Any = None
+        #: what the tasks of an in-graph job use of this host
+        self.share: Share = None  # type: ignore[assignment]
         self.saver: Saver = None  # type: ignore[assignment]
-        #: the gradients that this host accounts for: all of the job's at the chief; but those of
-        #: its own replicas in asynchronous mode in shared memory
-        self.account: SyncLead | Account | None = None
+        #: the gradients that this host accounts for: all of the job's at the chief; in asynchronous
+        #: mode each accounts for those that its replicas forgo, in shared memory also for those
+        #: that they apply
+        self.account: SyncLead | Account | QuorumAccount | None = None
         #: what the generation begins with: all of it at the chief, until all have it
         self.state: State | None = None
         self.begin: Begin = None  # type: ignore[assignment]
@@ -84,9 +118,10 @@ class Host:
         self.taken = Totals()
         self.recorded = True
         self.epoch = 0
-        self._steps: dict[int, int] = dict.fromkeys(self.plan.replicas, 0)
-        #: the replica that is in user code, and since when
-        self._computing: tuple[int, float] | None = None
+        #: what its thread does, for others to see
+        self.activity = Activity(self.plan.replicas)
+        #: steps or gradients that were passed over, as far as this host has seen to that
+        self._passed_over = 0
         self._on_stop: list[Callable[[], None]] = []
         #: set once the thread of the host's task has left
         self.left = threading.Event()
@@ -106,9 +141,15 @@ class Host:
 
     def layout_known(self, layout: Layout) -> None:
         self.layout = layout
-        self.shard_plan = partition(layout, self.launch.spec.shards or 1)
+        self.shard_plan = split(self.launch.spec, layout)
         #: all shards of the job; fewer than asked for where the model has fewer blocks
         self.shards = tuple(range(len(self.shard_plan.shards)))
+
+    def shards_placed(self, where: Sequence[int]) -> None:
+        """The chief has chosen a host, by its index, for each shard."""
+        self.placed = tuple(where)
+        self.launch = replace(self.launch, hosts=with_shards(self.launch.hosts, where))
+        self.plan = self.launch.host(self.service.address)
 
     def unmake(self) -> None:
         """The chief has mapped the file as everybody has."""
@@ -126,7 +167,8 @@ class Host:
         """Wait for all hosts at the end of an epoch; returns whether the master says stop."""
         what = f"the end of epoch {epoch + 1} ({phase})"
         message = {"epoch": epoch, "phase": phase, "payload": payload or {}}
-        answer = self.calls.wait_for("dtrain_barrier", what, **message)
+        with self.activity.at_barrier(epoch, phase):
+            answer = self.calls.wait_for("dtrain_barrier", what, **message)
         if answer["record"] is not None:
             self.recorded = True
             self.history.append(answer["record"])
@@ -137,14 +179,23 @@ class Host:
         """What the job has committed; by the chief, between two of its steps."""
         if isinstance(self.arena, SharedArena):
             reader = self.arena.reader()
-            if self.synchronous:
+            if self.backups:
+                with self.arena.turn(_COPY):
+                    state = reader.with_quorum(self.parts.plan, _COPY)
+            elif self.synchronous:
                 state = reader.sync(_COPY)
             else:
-                state, _ = reader.asynchronous(self.parts.plan, len(self.history), _COPY)
+                plan, lead = self.parts.plan, self.launch.lead_shard
+                state, _ = reader.asynchronous(plan, len(self.history), lead, _COPY)
                 state.ledger = Ledger.total([self.base.to_dict(), state.ledger.to_dict()])
         else:
-            state = handover.running(self)
-        if self.synchronous:
+            with self._nothing_commits():
+                state = handover.running(self)
+        if self.backups and isinstance(self.arena, SharedArena):
+            assert state.cursor is not None
+            quorum = Quorum(self.parts.plan, 0, 0, state.cursor)
+            state.ledger = with_quorum(state.ledger, quorum, self.base)
+        elif self.synchronous:
             assert isinstance(self.account, SyncLead)
             with self.arena.lock:
                 state.ledger = Ledger.from_dict(self.account.ledger.to_dict())
@@ -153,51 +204,41 @@ class Host:
         self._reopen(state)
         return state
 
+    @contextmanager
+    def _nothing_commits(self) -> Iterator[None]:
+        """With backups others go on while the chief copies the state; inside, they do not."""
+        if not self.backups:
+            yield
+            return
+        lead: QuorumLead = self.arena.lead
+        with self.arena.lock:
+            lead.pause()
+        try:
+            yield
+        finally:
+            with self.arena.lock:
+                lead.resume()
+
     def _reopen(self, state: State) -> None:
         """Where ``steps`` has ended the last epoch early, its record is not the epoch's.
 
         Whoever goes on from here with more steps goes on with that epoch.
         """
-        plan, epochs = self.parts.plan, len(state.history)
-        if self.synchronous:
-            epoch, index = plan.locate(state.step)
-            early = index > 0 and epochs > epoch
-        else:
-            assert state.cursor is not None
-            cursor = Cursor(plan, self.generation, state.cursor)
-            early = epochs > cursor.epoch and not cursor.whole
-        if early:
+        if ended_early(self.launch.spec, self.parts.plan, state):
             state.history = state.history[:-1]
             state.totals = self.taken
 
-    def take(self, replica: int, request: int, epoch: int) -> Batch | None:
-        """The next batch of a replica, from the lead (asynchronous mode)."""
-        if self.arena.lead is not None:
-            with self.arena.lock:
-                return self.arena.lead.take(replica, request, epoch)
-        found = self.calls.ask(
-            self.launch.chief.address,
-            "dtrain_take",
-            replica=replica,
-            request=request,
-            epoch=epoch,
-        )
-        return None if found is None else Batch(*found)
-
-    def computing(self, replica: int, batch: Batch) -> None:
+    def computing(self, replica: int, step: int, batch: Batch) -> None:
         """A replica goes into user code."""
         self.arena.mark(replica, batch)
-        self._computing = (replica, time.monotonic())
+        self.activity.computing(replica, step, batch)
         at_point("computing")
 
     def computed(self, replica: int) -> None:
-        """It has come back, with a gradient: a local step more."""
-        assert self._computing is not None
-        spent = time.monotonic() - self._computing[1]
+        """It has come back, with a gradient."""
+        spent = self.activity.computed(replica)
         usual, job = self.service.usual, self.launch.job
         usual[job] = 0.9 * usual.get(job, spent) + 0.1 * spent
-        self._steps[replica] += 1
-        self._computing = None
         self.arena.unmark(replica)
         at_point("writing")
 
@@ -206,6 +247,20 @@ class Host:
         assert isinstance(self.account, Account)
         with self.arena.lock:
             self.account.commit(contribution, epoch, age, version)
+
+    def reject(self, words: str) -> None:
+        """Account for an asynchronous gradient that was not finite, and is not applied."""
+        assert isinstance(self.account, Account)
+        with self.arena.lock:
+            self.account.ledger.rejected += 1
+        self.passed_over(words)
+
+    def passed_over(self, words: str) -> None:
+        """Let people know of what is not applied; the ledger counts what is not told of."""
+        self._passed_over += 1
+        if self._passed_over <= _TOLD:
+            last = "; further ones are only counted" if self._passed_over == _TOLD else ""
+            self.calls.tell(f"passed over: {words}{last}")
 
     def take_account(self) -> dict[str, Any]:
         """What this host adds to the epoch's record: sums, and the ledger so far."""
@@ -223,7 +278,8 @@ class Host:
                 self.link.close()
                 self.link = None
             if self.opened:
-                self.opened = False
+                with self.activity.glance:
+                    self.opened = False
                 arenas.release((self.launch.job, self.generation))
             self.unmake()
             self.state = None
@@ -247,9 +303,27 @@ class Host:
         self, shard: int, event: Pushed, grads: dict[int, Any], *, busy: bool = False
     ) -> None:
         """Gradients for a shard of this process, from a local replica or from afar."""
-        if shard == 0:
+        if shard == self.launch.lead_shard:
             self.arena.lead.handle(event)
-        self.arena.shards[shard].push(event, grads, busy=busy)
+        hosted = self.arena.shards[shard]
+        hosted.push(event, grads, busy=busy)
+        if self.backups and self.arena.lead is None and hosted.asks(event.step):
+            self.service.start(comm.closing(self, shard, event.step))
+
+    def join(self, replica: int, step: int, epoch: int) -> Answer:
+        """Ask the lead for a replica's batch of a step (with backups)."""
+        if self.arena.lead is not None:
+            with self.arena.lock:
+                lead: QuorumLead = self.arena.lead
+                return lead.join(Join(self.generation, replica, step, epoch))
+        chief = self.launch.chief.address
+        return unpacked_answer(
+            self.calls.ask(chief, "dtrain_join", replica=replica, step=step, epoch=epoch)
+        )
+
+    def closed(self, event: Closed) -> None:
+        for shard in self.arena.shards.values():
+            shard.close(event)
 
     def reduced(self, event: Reduced) -> None:
         if self.arena.lead is not None:
@@ -257,15 +331,35 @@ class Host:
         else:
             self.service.start(comm.report(self, event))
 
+    def measured(self, event: Measured) -> None:
+        if self.arena.lead is not None:
+            self.arena.lead.measure(event)
+        else:
+            self.service.start(comm.measure(self, event))
+
+    def go_on(self, measures: Measures) -> None:
+        for shard in self.arena.shards.values():
+            shard.go_on(measures)
+
     def decided(self, verdict: Verdict) -> None:
+        if verdict.ok and not verdict.applied:
+            self.passed_over(verdict.problem or "")
         for shard in self.arena.shards.values():
             shard.decide(verdict)
 
-    def why(self) -> str:
+    def missing(self) -> Sequence[int]:
+        """The replicas that the step waits for, as far as it is known here."""
         lead = self.arena.lead
         if lead is None:
+            return ()
+        # Until a quorum has closed the step it has no members to miss.
+        found: Sequence[int] = (lead.quorum if self.backups else lead.rounds).missing()
+        return found
+
+    def why(self) -> str:
+        if self.arena.lead is None:
             return f"the lead is at {self.launch.chief}"
-        missing = list(lead.rounds.missing())
+        missing = list(self.missing())
         return f"waiting for the gradients of replicas {missing}" if missing else "applying"
 
     # -- any thread ----------------------------------------------------------------------------
@@ -293,43 +387,50 @@ class Host:
             time.sleep(0.02)
         return self.calls.stopped is not None
 
-    def exchanged(self, shard: int, push: Push, into: list[Any]) -> tuple[int, Batch | None]:
+    def exchanged(self, shard: int, push: Push, into: list[Any]) -> tuple[int, Batch | Held | None]:
         """Apply an asynchronous gradient at a shard of this process; array maths.
 
         Returns the shard's version, and the replica's next batch if this is the lead shard.
         """
+        following: list[Batch | Held | None] = []
+
+        def applied(version: int, age: int, fresh: bool) -> None:
+            # Before the parameters are copied: they are not older than the answer.
+            if shard != self.launch.lead_shard or push.contribution is None:
+                return
+            with self.arena.lock:
+                lead: AsyncLead = self.arena.lead
+                if fresh:
+                    lead.account.commit(push.contribution, push.epoch, age, version)
+                following.append(lead.take(push.replica, push.request, push.epoch))
+
         hosted = self.arena.shards[shard]
-        version, age, fresh = hosted.push_pull(
-            push.replica, push.request, push.version, push.grads, into
+        version = hosted.push_pull(
+            push.replica, push.request, push.version, push.grads, into, applied
         )
-        if shard != 0 or push.contribution is None:
-            return version, None
-        with self.arena.lock:
-            lead: AsyncLead = self.arena.lead
-            if fresh:
-                lead.account.commit(push.contribution, push.epoch, age, version)
-            following = lead.take(push.replica, push.request, push.epoch)
-        return version, following
+        return version, following[0] if following else None
 
     # -- in the event loop: answering others ---------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """For the heartbeat: small, no lock held long, no array touched."""
-        now = time.monotonic()
-        computing = self._computing
         report: dict[str, Any] = {
             "generation": self.generation,
             "epoch": self.epoch,
-            "steps": {str(i): count for i, count in self._steps.items()},
-            "computing": None if computing is None else [computing[0], now - computing[1]],
             "usual": self.service.usual.get(self.launch.job),
         }
-        if self.account is not None and self.arena is not None and self.calls.stopped is None:
-            with self.arena.lock:
-                report["account"] = {
-                    "step": self.account.version,
-                    "loss": self.account.loss,
-                    "samples": self.account.samples,
-                    "ledger": self.account.ledger.to_dict(),
-                }
+        with self.activity.glance:
+            report.update(self.activity.report())
+            self._add_account(report)
         return report
+
+    def _add_account(self, report: dict[str, Any]) -> None:
+        if self.account is None or not self.opened or self.calls.stopped is not None:
+            return
+        with self.arena.lock:
+            report["account"] = {
+                "step": self.account.version,
+                "loss": self.account.loss,
+                "samples": self.account.samples,
+                "ledger": self.account.ledger.to_dict(),
+            }

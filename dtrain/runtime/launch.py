@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtrain.config import Settings
-from dtrain.machines.jobs import HostPlan, Origin
+from dtrain.machines.jobs import HostPlan, Origin, lead_shard
 from dtrain.runtime.data import DataPlan
 from dtrain.spec import JobSpec
 
@@ -15,16 +15,18 @@ class Launch:
     """One generation of a job.
 
     ``model`` is the pickled model: opened by the hosts alone, never on the scheduler.
-    The first host is the chief: it initialises the variables and has the lead shard.
+    ``placement`` is the pickled function of a user that places the shards, opened by the chief
+    alone.  The first host is the chief: it initialises the variables and has the lead shard.
     """
 
     job: str
     generation: int
     spec: JobSpec
-    model: bytes
-    data: DataPlan
+    model: bytes = field(repr=False)
+    data: DataPlan = field(repr=False)
     hosts: tuple[HostPlan, ...]
     settings: Settings
+    placement: bytes | None = field(default=None, repr=False)
     #: where the generation before has left its state
     origin: Origin | None = None
 
@@ -36,6 +38,10 @@ class Launch:
     @property
     def chief(self) -> HostPlan:
         return self.hosts[0]
+
+    @property
+    def lead_shard(self) -> int:
+        return lead_shard(self.hosts)
 
     def host_of_shard(self, shard: int) -> HostPlan:
         for host in self.hosts:

@@ -13,7 +13,7 @@ import logging
 import platform
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from distributed.scheduler import heartbeat_interval
 from dtrain import metrics
 from dtrain._version import __version__
 from dtrain.config import Settings, seconds, settings
-from dtrain.errors import ClusterError, DataError, JobNotFound
+from dtrain.devices import lacking
+from dtrain.errors import ClusterError, DataError, JobNotFound, SessionNotFound
 from dtrain.machines.jobs import (
     Cancel,
     Change,
@@ -57,10 +58,13 @@ from dtrain.machines.membership import (
     Stuck,
 )
 from dtrain.messages import Failure
+from dtrain.runtime import frames
 from dtrain.runtime.dispatch import FORGET, Dispatch
 from dtrain.runtime.placement import better
+from dtrain.runtime.queues.master import Directory
 from dtrain.runtime.record import Record
 from dtrain.runtime.rpc import answering
+from dtrain.runtime.sessions.master import Sessions
 from dtrain.runtime.stub import NAME, worker_plugin
 from dtrain.runtime.transport.meeting import forget
 from dtrain.runtime.transport.segment import discard
@@ -110,6 +114,7 @@ class Master(SchedulerPlugin):
                 await asyncio.sleep(0.01)
             return
         self.scheduler = scheduler
+        frames.guard()
         self.membership = Membership(
             __version__, self.settings.hello_deadline, self.settings.progress_deadline
         )
@@ -119,7 +124,12 @@ class Master(SchedulerPlugin):
         self._came = 0.0
         self.dispatch = Dispatch(self)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.directory = Directory(scheduler, self.membership, self.settings, self.spawn)
+        self.sessions = Sessions(
+            scheduler, self.membership, self.settings, self.spawn, self.directory.list_queues
+        )
         self.handlers = {
+            **self.directory.handlers,
             "dtrain_info": self.info,
             "dtrain_hello": self.hello,
             "dtrain_submit": self.submit,
@@ -139,6 +149,8 @@ class Master(SchedulerPlugin):
             "dtrain_events": self.events,
             "dtrain_lost": self.lost,
             "dtrain_leaving": self.leaving,
+            **self.sessions.handlers,
+            "dtrain_session_reset": self.reset_session,
         }
         for op, handler in self.handlers.items():
             scheduler.handlers[op] = answering(handler)
@@ -161,6 +173,8 @@ class Master(SchedulerPlugin):
             forget(record.id)
             if record.file is not None:
                 discard(record.file)
+        for file in self.directory.files:
+            discard(file)
         await self.dispatch.close()
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
@@ -188,20 +202,24 @@ class Master(SchedulerPlugin):
 
     def _lose(self, lost: Lost) -> None:
         """A worker is gone, or fenced: its jobs go on without it."""
+        self.directory.lose_worker(lost.address)
         for record in list(self.jobs.values()):
             generation = record.machine.generation
             self.handle(record, WorkerLost(lost.address, lost.why))
             if record.machine.generation == generation and lost.address in record.futures:
                 record.futures.pop(lost.address).release()
+        self.sessions.lose(lost.address, lost.why)
         if lost.address in self.scheduler.workers:
             self.dispatch.renew(lost.address)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        self.directory.lose_client(client)
         for record in self.jobs.values():
             if client in record.owners:
                 record.owners.discard(client)
                 if not record.owners:
                     self.handle(record, ClientGone())
+        self.sessions.remove_client(client)
 
     async def _watch(self) -> None:
         while True:
@@ -223,10 +241,14 @@ class Master(SchedulerPlugin):
                     self._give_up_hanging(record, now)
                     self._spread(record, now)
             self._forget(now)
+            self.sessions.tick()
+            self.directory.tick(now, self.sessions.in_use)
 
     def _found(self, commands: Any) -> None:
-        if any(isinstance(command, Found) for command in commands):
-            self._came = self.now()
+        for command in commands:
+            if isinstance(command, Found):
+                self._came = self.now()
+                self.sessions.stays(command.address)
 
     def _give_up_hanging(self, record: Record, now: float) -> None:
         """A replica that is in user code without end holds up all others."""
@@ -246,19 +268,32 @@ class Master(SchedulerPlugin):
         machine = record.machine
         here = {h.address for h in machine.hosts}
         fresh = [
-            m for m in self.membership.ready() if m.address not in here and self.dispatch.idle(m)
+            m
+            for m in self.membership.able(record.spec.device)
+            if m.address not in here and self.dispatch.idle(m)
         ]
         if fresh and better(machine.hosts, len(here) + len(fresh), record.replicas):
             names = ", ".join(map(str, fresh))
             self.handle(record, Change(f"can go on with more workers: {names}"))
 
     async def _leave(self, addresses: list[str]) -> None:
-        """Jobs leave these workers; returns once they train without them, or cannot."""
+        """Jobs and sessions leave these workers; returns once they are gone, or cannot go."""
         until = self.now() + self.settings.prepare_deadline
         # All of them are told first, so that none waits for another.
         leaving = [r for r in list(self.jobs.values()) if self._leave_one(r, addresses)]
+        moving = [
+            self.spawn(self.sessions.move_away(addresses, until)),
+            self.spawn(self.directory.move_away(addresses, until)),
+        ]
         for record in leaving:
             await self._until(record, lambda m: m.state is not State.RECOVERING or m.placing, until)
+        await asyncio.wait(moving)
+        if set(self.scheduler.workers) <= set(addresses):
+            # Nobody stays who could keep a result.  Dask would find that it cannot move them, and
+            # tell workers that are closing already to run on, which then close twice.
+            for record in self.jobs.values():
+                if record.machine.terminal:
+                    self.dispatch.release(record)
 
     def _leave_one(self, record: Record, addresses: list[str]) -> bool:
         """A job leaves these workers; whether it has, or has had, a part on them."""
@@ -297,8 +332,7 @@ class Master(SchedulerPlugin):
                 # It was stopped when the others were told, and has woken up.
                 self._tell_again(record, address, report["generation"])
             else:
-                record.reports[address] = {**report, "at": self.now()}
-                record.seen = max(record.seen, report.get("account", {}).get("step", 0))
+                record.heard(address, report, self.now())
 
     def _tell_again(self, record: Record, address: str, generation: int) -> None:
         if record.told.get(address) != generation:
@@ -356,24 +390,34 @@ class Master(SchedulerPlugin):
             "problems": [[str(m), problem] for m, problem in self.membership.problems()],
             "versions": {m.address: m.version for m in self.membership.members.values()},
             "blas": {m.address: m.blas for m in self.membership.members.values()},
+            "devices": {
+                m.address: [list(m.devices), m.no_gpu] for m in self.membership.members.values()
+            },
         }
 
     def submit(
-        self, spec: dict[str, Any], model: bytes, data: bytes, client: str | None
+        self,
+        spec: dict[str, Any],
+        model: bytes,
+        data: bytes,
+        client: str | None,
+        placement: bytes | None = None,
     ) -> dict[str, Any]:
         """Take a job; it is launched at once.  The client holds its keys until this answers."""
         from distributed.protocol.pickle import loads
 
         plan = loads(data)
         asked = JobSpec.from_dict(spec)
-        ready = self.membership.ready()
-        if not ready:
+        every, ready = self.membership.ready(), self.membership.able(asked.device)
+        if not every:
             raise ClusterError(f"no worker can train; {self._problems()}")
+        if not ready:
+            raise lacking(asked.device, [(str(m), m.devices, m.no_gpu) for m in every])
         least = asked.recovery.min_workers
         if len(ready) < least:
             raise ClusterError(
-                f"found {len(ready)} workers that can train, expected at least {least} "
-                f"(recovery.min_workers)"
+                f"found {len(ready)} workers that can train on device {asked.device!r}, "
+                f"expected at least {least} (recovery.min_workers)"
             )
         keys = [key for array in plan.arrays for key in array.keys]
         lost = [key for key in keys if key not in self.scheduler.tasks]
@@ -381,8 +425,7 @@ class Master(SchedulerPlugin):
             raise DataError(f"chunk {lost[0]!r} is not on the cluster; expected it persisted")
         id = f"{_slug(asked.name)}{uuid.uuid4().hex[:8]}"
         replicas = asked.replicas or len(ready)
-        shards = asked.shards or len(ready)
-        resolved = asked.resolved(replicas=replicas, shards=shards)
+        resolved = asked.resolved(replicas=replicas, workers=len(ready))
         machine = JobMachine(
             id,
             Limits(
@@ -397,7 +440,7 @@ class Master(SchedulerPlugin):
             functools.partial(metrics.epoch_record, replicas=replicas),
         )
         record = Record(machine, resolved, client, plan)
-        record.model = model
+        record.model, record.placement = model, placement
         self.scheduler.client_desires_keys(keys, record.hold)
         self.jobs[id] = record
         self.dispatch.place(record)
@@ -478,6 +521,16 @@ class Master(SchedulerPlugin):
                 return key, chief if chief in holders else holders[0]
         return None
 
+    async def reset_session(self, session: str, **message: Any) -> None:
+        """End a session's variables, its queues and its readers; nothing of them is left."""
+        ended = await self.directory.reset(session)
+        try:
+            await self.sessions.reset(session, **message)
+        except SessionNotFound:
+            # It may never have had variables.
+            if not ended:
+                raise
+
     # -- handlers for hosts --------------------------------------------------------------------
 
     async def hello(
@@ -487,12 +540,14 @@ class Master(SchedulerPlugin):
         problem: str | None = None,
         blas: str = "",
         process: dict[str, Any] | None = None,
+        devices: Sequence[str] = ("cpu",),
+        no_gpu: str = "",
     ) -> None:
         if address not in self.membership.members:
             self.add_worker(self.scheduler, address)
         if address not in self.membership.members:
             return
-        event = Hello(address, version, problem, blas, process)
+        event = Hello(address, version, problem, blas, process, tuple(devices), no_gpu)
         self._found(self.membership.handle(event, self.now()))
         if problem or version != __version__:
             member = self.membership.members[address]
@@ -505,12 +560,21 @@ class Master(SchedulerPlugin):
         address: str,
         shared: bool,
         wait: float,
+        device: str = "cpu",
         restored: dict[str, Any] | None = None,
         meeting: dict[str, Any] | None = None,
+        shards: dict[str, list[int]] | None = None,
     ) -> dict[str, Any]:
         record = self._record(job)
         found = None if restored is None else record.restored(restored)
-        self.handle(record, HostReady(generation, address, shared, found, meeting))
+        placed = None
+        if generation == record.machine.generation:
+            record.devices[address] = device
+        if shards is not None:
+            placed = tuple(shards["hosts"])
+            if generation == record.machine.generation:
+                record.shard_bytes = shards["bytes"]
+        self.handle(record, HostReady(generation, address, shared, found, meeting, placed))
         return await self._answer(
             record,
             generation,
@@ -531,6 +595,7 @@ class Master(SchedulerPlugin):
     ) -> dict[str, Any]:
         record = self._record(job)
         record.check(generation)
+        record.count(generation, payload.get("steps", {}))
         training = bool(record.machine.host(address).replicas)
         if training or phase == "opened":
             self.handle(record, Reached(generation, address, epoch, phase, payload))
@@ -616,9 +681,9 @@ class Master(SchedulerPlugin):
         return {"history": record.machine.history, "ledger": record.machine.ledger}
 
     def alive(self, names: list[str]) -> list[str]:
-        """Which of these files belong to jobs that are not over."""
+        """Which of these files belong to jobs that are not over, or to readers."""
         live = [record for record in self.jobs.values() if not record.clean.is_set()]
-        files = {record.file for record in live}
+        files = {record.file for record in live} | self.directory.files
         return [
             name
             for name in names

@@ -1,4 +1,4 @@
-"""Which worker runs which replicas and hosts which shards."""
+"""Which worker runs which replicas, and which may host shards."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from dtrain.machines.membership import Member
 def place(
     workers: Sequence[Member],
     replicas: int,
-    shards: int,
+    shards: int | None,
     local_bytes: Mapping[int, Mapping[str, int]],
     near: Callable[[Member], bool] = lambda member: True,
 ) -> tuple[HostPlan, ...]:
-    """Spread replicas evenly, each where most of its part lies, and shards over the hosts.
+    """Spread replicas evenly, each where most of its part lies, and choose who may have shards.
 
     Parameters
     ----------
     workers : sequence of Member
         Those that are ready, in order of joining.
+    shards : int or None
+        How many shards there are at most, if that is known; which of the hosts has which shard is
+        chosen once the model is known (:func:`dtrain.partition.assign`).
     local_bytes : mapping of int to mapping of str to int
         Replica -> address -> bytes of its part that lie there.
     near : callable
@@ -31,7 +34,7 @@ def place(
     Returns
     -------
     tuple of HostPlan
-        The first is the chief: it has replicas and shard 0.
+        Those with replicas first, and of these the chief.
     """
     addresses = [w.address for w in workers]
     rank = {address: number for number, address in enumerate(addresses)}
@@ -63,14 +66,12 @@ def place(
         at[close[0]].append(at[busiest].pop())
     # Replicas first: a shard beside a replica saves its messages.
     ranked = sorted(addresses, key=lambda a: (not at[a], a in far, min(at[a], default=replicas)))
-    hosted: dict[str, list[int]] = {a: [] for a in ranked}
-    for shard in range(shards):
-        hosted[ranked[shard % len(ranked)]].append(shard)
+    count = len(ranked) if shards is None else shards
     names = {w.address: w.name for w in workers}
     return tuple(
-        HostPlan(a, names[a], tuple(sorted(at[a])), tuple(hosted[a]))
-        for a in ranked
-        if at[a] or hosted[a]
+        HostPlan(a, names[a], tuple(sorted(at[a])))
+        for number, a in enumerate(ranked)
+        if at[a] or number < count
     )
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import FencedError
-from dtrain.machines.cursor import Plan, len_of_split
 from dtrain.machines.jobs import JobMachine, Restored, State
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.plan import Plan, len_of_split
 from dtrain.messages import Batch
+from dtrain.partition import imbalance, partitioner_of
 from dtrain.runtime.data import DataPlan
+from dtrain.runtime.why import Why
 from dtrain.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ class Record:
         #: the name under which the data's keys are held
         self.hold = f"dtrain-data-{machine.id}"
         self.model = b""
+        #: a function of the user's that places the shards, pickled
+        self.placement: bytes | None = None
+        #: the size of each shard, once the chief knows the model
+        self.shard_bytes: list[int] = []
         self.data: DataPlan | None = data
         self.rows = data.x.rows
         self.total_steps = _total_steps(spec, data)
@@ -48,6 +54,8 @@ class Record:
         self.holders = set(data.holders)
         #: the name of the file that has the job's NumPy arrays
         self.file = data.file
+        #: address -> what its replicas compute on, once it is ready
+        self.devices: dict[str, str] = {}
         #: address -> the last generation that was told to stop there
         self.told: dict[str, int] = {}
         #: the newest step that has been heard of
@@ -56,6 +64,8 @@ class Record:
         self.spread = 0.0
         #: address -> the host's last summary, and when it came
         self.reports: dict[str, dict[str, Any]] = {}
+        #: replica -> a generation, its steps before that one, and in it
+        self._steps: dict[str, tuple[int, int, int]] = {}
         self.created = time.time()
 
     @property
@@ -80,19 +90,61 @@ class Record:
         }
 
     @property
+    def local_steps(self) -> dict[str, int]:
+        """Replica -> the gradients that it has computed, as far as is known.
+
+        Those that were in vain count too: late ones, and those of a step that a death has cut.
+        """
+        order = sorted(self._steps, key=int)
+        return {replica: sum(self._steps[replica][1:]) for replica in order}
+
+    def heard(self, address: str, report: Mapping[str, Any], now: float) -> None:
+        """A summary of a host of the newest generation has come."""
+        self.reports[address] = {**report, "at": now}
+        self.seen = max(self.seen, report.get("account", {}).get("step", 0))
+        self.count(report["generation"], report["steps"])
+
+    def count(self, generation: int, steps: Mapping[str, int]) -> None:
+        """A host says how many gradients its replicas have computed in a generation."""
+        for replica, count in steps.items():
+            of, before, known = self._steps.get(replica, (generation, 0, 0))
+            if of != generation:
+                before, known = before + known, 0
+            # A heartbeat may be overtaken by the word from a barrier.
+            self._steps[replica] = generation, before, max(known, count)
+
+    @property
     def replicas(self) -> int:
         assert self.spec.replicas is not None
         return self.spec.replicas
 
     @property
-    def shards(self) -> int:
-        assert self.spec.shards is not None
-        return self.spec.shards
+    def most_shards(self) -> int | None:
+        """How many shards there are at most; None: that takes the model to tell."""
+        return partitioner_of(self.spec).most
+
+    @property
+    def placement_of_shards(self) -> dict[str, dict[str, Any]]:
+        """Shard -> the worker that has it, and its size in bytes; empty until that is known."""
+        placed = {s: h.address for h in self.machine.hosts for s in h.shards}
+        return {
+            str(shard): {"worker": placed[shard], "bytes": self.shard_bytes[shard]}
+            for shard in sorted(placed)
+        }
+
+    @property
+    def imbalance(self) -> float | None:
+        """By how much the worker with the most bytes is above the mean of all hosts."""
+        hosts = self.machine.hosts
+        loads = [sum(self.shard_bytes[s] for s in h.shards) for h in hosts]
+        return imbalance(loads) if any(loads) else None
 
     def check(self, generation: int) -> None:
         """Raise FencedError unless it is the newest generation of a job that is not over."""
         newest = self.machine.generation
         if generation != newest or self.machine.terminal:
+            if self.machine.terminal:
+                raise FencedError(f"job {self.id} has ended: {self.machine.state}")
             raise FencedError(
                 f"job {self.id}: generation {generation} is over, expected {newest}, "
                 f"{self.machine.state}"
@@ -126,7 +178,7 @@ class Record:
         for address, report in self.reports.items():
             if report["computing"] is None or report["generation"] != self.machine.generation:
                 continue
-            replica, spent = report["computing"]
+            replica, spent = report["computing"][:2]
             usual = report["usual"]
             most = first if usual is None else max(patience, steps * usual)
             spent += now - report["at"]
@@ -160,6 +212,8 @@ class Record:
         # Between two generations nobody reports, and the job is no less far for that.
         step = max(last.get("step", 0), progress.get("step", 0), self.seen)
         fresh = step > last.get("step", 0)
+        placement = self.placement_of_shards
+        why = Why(machine, spec, self.reports, now, stall, silence)
         described = {
             "id": self.id,
             "name": spec.name,
@@ -177,7 +231,11 @@ class Record:
             "total_steps": self.total_steps,
             "rows": self.rows,
             "replicas": {str(i): h.address for h in machine.hosts for i in h.replicas},
-            "shards": {str(s): h.address for h in machine.hosts for s in h.shards},
+            "devices": {
+                str(i): self.devices.get(h.address) for h in machine.hosts for i in h.replicas
+            },
+            "shards": {s: placed["worker"] for s, placed in placement.items()},
+            "imbalance": self.imbalance,
             "ledger": machine.ledger or progress.get("ledger"),
             "metrics": _last_metrics(last),
             "output": spec.output if machine.state is State.SUCCEEDED else None,
@@ -188,9 +246,13 @@ class Record:
             "saved": machine.saved,
             "submitted": self.created,
             "seconds": (machine.ended or now) - machine.submitted,
-            "why": self._why(now, stall, silence),
+            "why": why.words(),
         }
         if not brief:
+            described["waiting"] = why.waiting()
+            described["local_steps"] = self.local_steps
+            described["doing"] = why.doing()
+            described["placement"] = placement
             described["history"] = machine.history
             described["traceback"] = shown.traceback if shown else None
             described["exception"] = shown.exception if shown else None
@@ -210,59 +272,15 @@ class Record:
             spent += progress["at"] - machine.epoch_began
         return done / spent if spent > 0 and done else None
 
-    def _why(self, now: float, stall: float, silence: float) -> str:
-        """Who waits for whom, in words."""
-        machine = self.machine
-        if machine.terminal:
-            failure = machine.outcome.failure if machine.outcome else None
-            return f"it has ended: {machine.state}, {failure.message if failure else 'done'}"
-        names = ", ".join(str(h) for h in machine.waiting())
-        spent = now - machine.entered
-        if machine.state is State.PREPARING:
-            return f"waiting for {names} to get ready, for {spent:.1f} s"
-        if machine.state is State.RECOVERING:
-            least = self.spec.recovery.min_workers
-            waits = f"for {names} to get ready" if machine.hosts else f"for {least} workers"
-            return f"recovering, waiting {waits}, for {spent:.1f} s: {machine.story[-1][2]}"
-        if machine.state is State.STOPPING:
-            return f"stopping, waiting for {names}, for {spent:.1f} s"
-        heard = {
-            host: self.reports.get(host.address, {}).get("at", machine.entered)
-            for host in machine.hosts
-        }
-        mute = [
-            f"{host}, not heard of for {now - at:.1f} s"
-            for host, at in heard.items()
-            if now - at > silence
-        ]
-        if machine.state is State.RUNNING and mute:
-            return f"step {self.progress.get('step', 0)} waits for {' and '.join(mute)}"
-        slow = self._computing_long(now, stall)
-        if machine.state is State.RUNNING and slow:
-            return f"step {self.progress.get('step', 0)} waits for {' and '.join(slow)}"
-        for (epoch, phase), payloads in machine.reached.items():
-            late = [str(h) for h in machine.hosts if h.replicas and h.address not in payloads]
-            return f"the end of epoch {epoch + 1} ({phase}) waits for {', '.join(late)}"
-        return "it is running; nobody waits"
-
-    def _computing_long(self, now: float, stall: float) -> list[str]:
-        """The replicas that have been in user code for longer than a stall, in words."""
-        found = []
-        for host in self.machine.hosts:
-            report = self.reports.get(host.address)
-            if report is None or report["computing"] is None:
-                continue
-            replica, seconds = report["computing"]
-            if seconds >= stall:
-                spent = seconds + now - report["at"]
-                found.append(f"replica {replica} on {host}, computing for {spent:.1f} s")
-        return found
-
 
 def _total_steps(spec: JobSpec, data: DataPlan) -> int:
     """Steps in all: of all replicas together in sync mode, of each on its own in async mode."""
     rows = data.x.rows - len_of_split(data.x.rows, spec.validation_split)
     plan = Plan(rows, spec.replicas or 1, spec.batch_size, spec.epochs, spec.steps)
+    if spec.backups and spec.steps is None:
+        # About so many: how many gradients make a step is decided on the way.
+        quorum = (spec.replicas or 1) - spec.backups
+        return spec.epochs * -(-plan.batches_per_epoch // quorum)
     if spec.mode == "sync":
         return plan.total_steps
     return spec.steps or plan.batches_per_epoch * spec.epochs

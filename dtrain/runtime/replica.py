@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dtrain import metrics
-from dtrain.arrays import quiet
-from dtrain.errors import DTrainError, FencedError, StorageError
+from dtrain.arrays import copy_into, on, quiet, to_numpy
+from dtrain.errors import DTrainError, FencedError, GradientError, StorageError
+from dtrain.machines.cursor import Held
+from dtrain.machines.quorum import EpochDone
+from dtrain.machines.rounds import describe_loss
 from dtrain.messages import Batch, Contribution, Failure
+from dtrain.runtime import ingraph
 from dtrain.runtime.arena import Stopped
 from dtrain.runtime.blas import one_thread
+from dtrain.runtime.device import Gpu
 from dtrain.runtime.host import Host
 from dtrain.runtime.launch import Launch
 from dtrain.runtime.modelfile import Saved, save
-from dtrain.runtime.preparation import prepare
-from dtrain.runtime.restore import unrecorded
-from dtrain.runtime.shards import StepRefused, describe_culprit, finite
-from dtrain.runtime.transport import AsyncLink, SyncLink
+from dtrain.runtime.preparation import enter, prepare
+from dtrain.runtime.shards import StepRefused, describe_culprit
+from dtrain.runtime.state import unrecorded
+from dtrain.runtime.tasks import Share
+from dtrain.runtime.transport import AsyncLink, BackupLink, SyncLink
+from dtrain.runtime.updater import finite
 from dtrain.runtime.usercode import UserCodeError, calling, describe
 from dtrain.runtime.worker import service_at
 
@@ -34,10 +42,6 @@ _GRACE = 3.0
 
 #: Keeps the streams of the generators apart that share a seed.
 _STEP = 3
-
-
-class GradientError(DTrainError, ValueError):
-    """What a model returned is not a loss and a gradient for each of its parameters."""
 
 
 def run_host(launch: Launch) -> dict[str, Any] | None:
@@ -58,7 +62,11 @@ def run_host(launch: Launch) -> dict[str, Any] | None:
         with one_thread():
             prepare(host)
             trainer = Trainer(host)
-            return trainer.run()
+            try:
+                enter(host)
+                return trainer.run()
+            finally:
+                trainer.close()
     except (Stopped, FencedError):
         return None
     except BaseException as error:  # noqa: BLE001 - it becomes the failure of the job
@@ -104,11 +112,28 @@ class Trainer:
         self._takes_out = "out" in accepted
         # A generator for each step costs more than a step of a small model.
         self._takes_rng = "rng" in accepted and getattr(self.model, "uses_rng", True)
+        #: None: the replicas compute on the CPU, where everything is
+        self._gpu = None if host.device == "cpu" else Gpu(host.device, host.layout)
+        #: the context in which gradients are looked at, where they were computed
+        self._checking = quiet if self._gpu is None else partial(on, host.device)
+        if host.in_graph:
+            host.share = Share(self)
+
+    def close(self) -> None:
+        """Nobody calls the model any more."""
+        if self.host.in_graph:
+            self.host.share.close()
+        self._gpu = None
 
     def run(self) -> dict[str, Any] | None:
+        """The loop of the host: which one, the job says."""
+        if self.host.in_graph:
+            return ingraph.run(self, self.host.share)
         if not self.host.plan.replicas:
             self._only_host()
             return None
+        if self.host.backups:
+            return self._train_with_backups()
         return self._train_sync() if self.host.synchronous else self._train_async()
 
     def _only_host(self) -> None:
@@ -125,11 +150,11 @@ class Trainer:
         total, begin = plan.total_steps, host.begin
         if begin.finished:
             host.barrier(begin.epochs, "finished")
-            return self._result(link.params, link.version)
+            return self.result(link.params, link.version)
         # A death may have come between the last step of an epoch and its record.
         late = unrecorded(plan, begin.epochs, begin.step)
         if late and self._end_epoch(begin.step - 1, link):
-            return self._result(link.params, link.version)
+            return self.result(link.params, link.version)
         for step in range(begin.step, total):
             host.check()
             epoch, index = plan.locate(step)
@@ -140,15 +165,15 @@ class Trainer:
                 if replica in members:
                     batch = Batch(epoch, replica, index)
                     contributions.append(
-                        self._compute(replica, step, batch, link.params, link.grads(replica))
+                        self.compute(replica, step, batch, link.params, link.grads(replica))
                     )
-            self._read_ahead(step + 1)
+            self.read_ahead(step + 1, host.plan.replicas)
             link.exchange(tuple(contributions))
             if plan.ends_epoch(step) and self._end_epoch(step, link):
                 break
             host.saver.look(link.version)
         host.saver.finish(link.version)
-        return self._result(link.params, link.version)
+        return self.result(link.params, link.version)
 
     def _end_epoch(self, step: int, link: SyncLink) -> bool:
         """After the last step of an epoch; whether it was the job's last."""
@@ -156,12 +181,51 @@ class Trainer:
         last = step + 1 >= self.plan.total_steps
         return self._evaluate(epoch, link.version, link.params, last=last)
 
-    def _read_ahead(self, step: int) -> None:
+    def read_ahead(self, step: int, replicas: Sequence[int]) -> None:
+        """Begin to read what these replicas will want at a step."""
         if step < self.plan.total_steps:
             epoch, index = self.plan.locate(step)
             for replica in self.plan.members(step):
-                if replica in self.host.plan.replicas:
+                if replica in replicas:
                     self.feed.ahead(epoch, replica, index)
+
+    # -- synchronous, with backups -------------------------------------------------------------
+
+    def _train_with_backups(self) -> dict[str, Any] | None:
+        host = self.host
+        link: BackupLink = host.link
+        epoch = host.begin.epochs
+        link.renew()
+        if host.begin.finished:
+            host.barrier(epoch, "finished")
+            return self.result(link.params, link.version)
+        while True:
+            host.epoch = epoch
+            while self._step_with_backups(link, epoch):
+                link.wait()
+                host.saver.look(link.version)
+            # Nobody owes a gradient, late as it may be, once all hosts are here.
+            host.barrier(epoch, "trained")
+            link.renew()
+            last = host.is_chief and link.exhausted
+            if self._evaluate(epoch, link.version, link.params, last=last):
+                host.saver.finish(link.version)
+                return self.result(link.params, link.version)
+            epoch += 1
+
+    def _step_with_backups(self, link: BackupLink, epoch: int) -> bool:
+        """A batch of each replica that has a part in the step; False: the epoch is over."""
+        for replica in self.host.plan.replicas:
+            self.host.check()
+            if not link.due(replica):
+                continue
+            answer = link.join(replica, epoch)
+            if isinstance(answer, EpochDone):
+                return False
+            if isinstance(answer, Batch):
+                out = link.grads(replica)
+                link.arrive(self.compute(replica, link.version, answer, link.params, out))
+        return True
 
     # -- asynchronous --------------------------------------------------------------------------
 
@@ -178,11 +242,17 @@ class Trainer:
             for replica in replicas:
                 link.pull(replica)
             turn = {replica: link.take(replica, epoch) for replica in replicas}
-            while any(batch is not None for batch in turn.values()):
-                for replica, batch in turn.items():
-                    if batch is not None:
-                        turn[replica] = self._push(link, replica, batch)
+            while any(answer is not None for answer in turn.values()):
+                for replica, answer in turn.items():
+                    if isinstance(answer, Batch):
+                        turn[replica] = self._push(link, replica, answer)
                         host.saver.look(link.version(replica))
+                held = {i: answer for i, answer in turn.items() if isinstance(answer, Held)}
+                if held and len(held) == sum(answer is not None for answer in turn.values()):
+                    turn.update(link.wait(held, epoch))
+                elif held:
+                    # It may be the others of this host that they wait for.
+                    turn.update({i: link.take(i, epoch) for i in held})
             # All gradients of the epoch are applied everywhere once all hosts are here.
             host.barrier(epoch, "trained")
             link.pull(replicas[0])
@@ -190,28 +260,45 @@ class Trainer:
             version, params = link.version(replicas[0]), link.params(replicas[0])
             if self._evaluate(epoch, version, params, last=last):
                 host.saver.finish(version)
-                return self._result(params, version)
+                return self.result(params, version)
             epoch += 1
 
     def _pulled(self, link: AsyncLink, replica: int) -> dict[str, Any] | None:
         link.pull(replica)
-        return self._result(link.params(replica), link.version(replica))
+        return self.result(link.params(replica), link.version(replica))
 
-    def _push(self, link: AsyncLink, replica: int, batch: Batch) -> Batch | None:
+    def _push(self, link: AsyncLink, replica: int, batch: Batch) -> Batch | Held | None:
         self.host.check()
         step = link.version(replica)
         grads = link.grads(replica)
-        contribution = self._compute(replica, step, batch, link.params(replica), grads)
+        contribution = self.compute(replica, step, batch, link.params(replica), grads)
         # Checked here, for the whole model, before any shard has seen a part of it.
-        with quiet():
-            sound = all(finite(grad.reshape(-1)) for grad in grads.values())
+        there = grads if self._gpu is None else self._gpu.grads
+        with self._checking():
+            sound = all(finite(grad.reshape(-1)) for grad in there.values())
         if not sound or not math.isfinite(contribution.loss):
-            raise StepRefused(describe_culprit(contribution, step))
+            words = describe_culprit(contribution, step)
+            if not math.isfinite(contribution.loss):
+                words = describe_loss(contribution, step)
+            if self.spec.recovery.on_non_finite == "fail":
+                raise StepRefused(words)
+            self.host.reject(words)
+            return link.skip(replica, batch.epoch)
+        if self.host.optimizer.transforms:
+            self._transform(replica)
         return link.push(replica, contribution, batch.epoch)
+
+    def _transform(self, replica: int) -> None:
+        """What a chain does to a gradient; its optimizer is the shards'."""
+        buffer = self.host.arena.grads[replica]
+        segments = self.host.layout.segments
+        flat = [buffer[s.start : s.stop].view(s.dtype) for s in segments]
+        with quiet():
+            self.host.optimizer.transform(flat, self.host.layout.block_starts)
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _compute(
+    def compute(
         self,
         replica: int,
         step: int,
@@ -220,26 +307,52 @@ class Trainer:
         out: Mapping[str, Any],
     ) -> Contribution:
         """One batch through the model; its gradient ends in ``out``."""
-        x, y = self.feed.batch(replica, batch.epoch, batch.part, batch.index)
+        with self.host.activity.doing("reading a batch"):
+            x, y = self.feed.batch(replica, batch.epoch, batch.part, batch.index)
         kwargs: dict[str, Any] = {}
-        if self._takes_out:
-            kwargs["out"] = out
         if self._takes_rng:
             key = [self.spec.seed, _STEP, replica, step]
             kwargs["rng"] = np.random.default_rng(key)
-        self.host.computing(replica, batch)
+        self.host.computing(replica, step, batch)
         try:
-            answer = self.model.loss_and_grads(params, (x, y), **kwargs)
-            loss = self._accept(answer, out)
+            if self._gpu is None:
+                if self._takes_out:
+                    # A dict of its own: a model may put other arrays there, which are copied.
+                    kwargs["out"] = dict(out)
+                answer = self.model.loss_and_grads(params, (x, y), **kwargs)
+                loss = self._accept(answer, out)
+            else:
+                loss = self._compute_on(self._gpu, step, (x, y), params, out, kwargs)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise UserCodeError(
-                f"loss_and_grads of the model: replica {replica}, step {step}, "
-                f"partition {batch.part}, batch {batch.index}"
-            ) from error
+            where = f"replica {replica}, step {step}, partition {batch.part}, batch {batch.index}"
+            if isinstance(error, GradientError):
+                error = GradientError(f"{error} ({where})")
+            raise UserCodeError(f"loss_and_grads of the model: {where}") from error
         self.host.computed(replica)
         samples = len(x)
         weight = samples / self.plan.batch_size
         return Contribution(replica, weight, samples, loss, batch.part, batch.index)
+
+    def _compute_on(
+        self,
+        gpu: Gpu,
+        step: int,
+        batch: tuple[Any, Any],
+        params: Mapping[str, Any],
+        out: Mapping[str, Any],
+        kwargs: dict[str, Any],
+    ) -> float:
+        with gpu.step(self._version(step), params, batch, out) as (params, batch, views):
+            if self._takes_out:
+                kwargs["out"] = dict(views)
+            return self._accept(self.model.loss_and_grads(params, batch, **kwargs), views)
+
+    def _version(self, step: int) -> int | None:
+        """What tells the parameters of a step from others, if that does.
+
+        Asynchronous replicas have copies of their own, whose shards have versions of their own.
+        """
+        return step if self.host.synchronous else None
 
     def _accept(self, answer: Any, out: Mapping[str, Any]) -> float:
         """The loss; gradients that are not views of the arena already are checked and copied."""
@@ -253,8 +366,6 @@ class Trainer:
             loss = float(loss)
         except (TypeError, ValueError):
             raise GradientError(f"loss: found {loss!r:.100}, expected a number") from None
-        if grads is out:
-            return loss
         if not isinstance(grads, Mapping):
             raise GradientError(
                 f"gradients: found {type(grads).__name__}, expected a dict of arrays"
@@ -266,39 +377,52 @@ class Trainer:
                 raise GradientError(f"gradients: {error}") from None
             for name, view in out.items():
                 if grads[name] is not view:
-                    view[...] = grads[name]
+                    copy_into(view, grads[name])
         return loss
 
     def _evaluate(self, epoch: int, version: int, params: Mapping[str, Any], *, last: bool) -> bool:
         """This host's part of the epoch's record; returns whether the master says stop."""
-        host = self.host
-        payload: dict[str, Any] = {"epoch": epoch, "step": version, "last": last}
-        data = host.launch.data
-        if data.valid_x is not None or self.spec.validation_split is not None:
-            payload["valid"] = {
+        return self.record(epoch, version, self.scores(version, params), last=last)
+
+    def scores(self, version: int, params: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The sums over the validation rows of this host's parts; None: the job has none."""
+        if self.host.launch.data.valid_x is None and self.spec.validation_split is None:
+            return None
+        with self.host.activity.doing("evaluating"), on(self.host.device):
+            if self._gpu is not None:
+                params = self._gpu.params(self._version(version), params)
+            return {
                 str(replica): sums
-                for replica in host.plan.replicas
+                for replica in self.host.plan.replicas
                 if (sums := self._validate(replica, params)) is not None
             }
-        payload.update(host.take_account())
-        return host.barrier(epoch, "evaluated", payload)
+
+    def record(self, epoch: int, version: int, valid: dict[str, Any] | None, *, last: bool) -> bool:
+        """Hand in this host's part of the epoch's record; whether the master says stop."""
+        steps = {str(replica): count for replica, count in self.host.activity.steps.items()}
+        payload: dict[str, Any] = {"epoch": epoch, "step": version, "last": last, "steps": steps}
+        if valid is not None:
+            payload["valid"] = valid
+        payload.update(self.host.take_account())
+        return self.host.barrier(epoch, "evaluated", payload)
 
     def _validate(self, part: int, params: Mapping[str, Any]) -> dict[str, list[float]] | None:
         """The sums of loss and metrics over the validation rows of a part; None without rows."""
         sums: dict[str, list[float]] = {}
         for x, y in self.feed.validation(part):
             with calling(f"validation of partition {part}"):
-                loss = mean_loss(self.model, params, (x, y))
-                scores = self.model.predict(params, x) if self.spec.metrics else None
+                batch = (x, y) if self._gpu is None else self._gpu.batch(x, y)
+                loss = mean_loss(self.model, params, batch)
+                scores = self.model.predict(params, batch[0]) if self.spec.metrics else None
             rows = float(len(x))
             sums["loss"] = metrics.add(sums.get("loss"), (rows, rows * loss))
             for name in self.spec.metrics:
                 with calling(f"metric {name} of what predict returned"):
-                    one = metrics.sums(name, np.asarray(scores), y)
+                    one = metrics.sums(name, to_numpy(scores), y)
                 sums[name] = metrics.add(sums.get(name), one)
         return sums or None
 
-    def _result(self, params: Mapping[str, Any], version: int) -> dict[str, Any] | None:
+    def result(self, params: Mapping[str, Any], version: int) -> dict[str, Any] | None:
         """What the task of the chief returns; written to the job's output first, if it has one."""
         if not self.host.is_chief:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,10 @@ import numpy as np
 from dtrain.arrays import aligned_bytes
 from dtrain.errors import CheckpointError, DataError
 from dtrain.layout import Layout
-from dtrain.machines.cursor import Cursor, Plan
+from dtrain.machines.cursor import Cursor
+from dtrain.machines.jobs import lead_shard
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.quorum import Quorum, with_quorum
 from dtrain.machines.rounds import Totals
 from dtrain.optim import Optimizer
 from dtrain.runtime import checkpoint, handover
@@ -85,13 +87,24 @@ def _from_file(host: Host) -> State | None:
         reader = Reader(mapped.memory, file, host.layout, host.shard_plan, locks)
         reader.end(origin.dead, _PATIENCE)
         if host.synchronous:
-            state = reader.sync(_PATIENCE)
-            state.ledger.replayed = reader.pushed(state.step)
+            state = (
+                reader.with_quorum(host.parts.plan, _PATIENCE)
+                if host.backups
+                else reader.sync(_PATIENCE)
+            )
+            found = state.ledger
+            state.ledger = replace(
+                host.base,
+                applied=found.applied,
+                rejected=found.rejected,
+                replayed=host.base.replayed + reader.pushed(state.step),
+            )
         else:
             epoch = len(host.history)
-            state, partly = reader.asynchronous(host.parts.plan, epoch, _PATIENCE)
+            lead = lead_shard(origin.hosts)
+            state, partly = reader.asynchronous(host.parts.plan, epoch, lead, _PATIENCE)
             state.ledger.duplicates = partly
-        state.ledger = Ledger.total([host.base.to_dict(), state.ledger.to_dict()])
+            state.ledger = Ledger.total([host.base.to_dict(), state.ledger.to_dict()])
         state.suspects = reader.suspects(origin.dead)
         return state
     finally:
@@ -103,17 +116,39 @@ def _from_file(host: Host) -> State | None:
 def _accounted(host: Host, state: State) -> State:
     """What was found in memory, with the account and the history that belong to it."""
     plan, history = host.parts.plan, tuple(host.history)
-    if host.synchronous:
+    if host.backups:
+        assert state.cursor is not None
+        quorum = Quorum(plan, 0, host.launch.spec.backups, list(state.cursor))
+        state.ledger = with_quorum(state.ledger, quorum, state.ledger)
+        if quorum.epoch < len(history) or not quorum.account().samples:
+            state.totals = Totals()
+    elif host.synchronous:
         # All that is committed follows from the number of steps; how often something came late
-        # or again does not.
-        ledger = Ledger.of_steps(plan, state.step)
-        for name in ("late", "rejected", "replayed", "duplicates"):
-            setattr(ledger, name, getattr(state.ledger, name))
-        state.ledger = ledger
+        # or again, or was passed over, does not.  The driver of an in-graph job has it all.
+        if not host.in_graph:
+            ledger = Ledger.of_steps(plan, state.step)
+            for name in ("late", "rejected", "replayed", "duplicates"):
+                setattr(ledger, name, getattr(state.ledger, name))
+            if ledger.rejected:
+                _without_rejected(ledger, state)
+            state.ledger = ledger
         if plan.locate(state.step) == (len(history), 0):
             state.totals = Totals()  # the master has the record of all that is committed
     state.history = history
     return state
+
+
+def _without_rejected(ledger: Ledger, state: State) -> None:
+    """Some steps were passed over: they have no part in what is applied and committed."""
+    ledger.applied -= ledger.rejected
+    ledger.staleness[0] = ledger.applied
+    known, last = state.ledger.samples, len(ledger.samples) - 1
+    for epoch in range(last):
+        ledger.samples[epoch] = known[epoch]
+    if ledger.samples:
+        # The sums begin anew once the epoch is on record, and then that is complete.
+        recorded = known[last] if last < len(known) else 0
+        ledger.samples[last] = max(state.totals.samples, recorded)
 
 
 # -- the start ----------------------------------------------------------------------------------
@@ -181,10 +216,12 @@ def _from_checkpoint(host: Host, entry: Entry, initial: State) -> State:
     plan = host.parts.plan
     cursor, totals = state["cursor"], Totals(**state["totals"])
     history = tuple(state["history"])
-    if host.synchronous and plan.locate(found.step) == (len(history), 0):
+    if host.synchronous and not host.backups and plan.locate(found.step) == (len(history), 0):
+        totals = Totals()
+    if host.backups and cursor is not None and Quorum(plan, 0, 0, cursor).epoch < len(history):
         totals = Totals()
     versions = state["versions"]
-    if versions is not None and len(versions) != len(host.shard_plan.shards):
+    if found.shards != host.shard_plan:
         versions = None
     return State(
         layout=found.layout,
@@ -192,12 +229,21 @@ def _from_checkpoint(host: Host, entry: Entry, initial: State) -> State:
         slots=found.slots,
         step=found.step,
         versions=versions,
-        cursor=None if cursor is None else Cursor.recovered(plan, cursor, ()),
+        cursor=_resumed(host, cursor, found.step),
         totals=totals,
         ledger=Ledger.from_dict(state["ledger"]),
         source="checkpoint",
         history=history,
     )
+
+
+def _resumed(host: Host, cursor: list[int] | None, step: int) -> list[int] | None:
+    plan = host.parts.plan
+    if cursor is None:
+        return None
+    if host.backups:
+        return Quorum.recovered(plan, cursor, step)
+    return Cursor.recovered(plan, cursor, ())
 
 
 def _check(host: Host, entry: Entry, found: Snapshot, initial: State) -> None:
@@ -207,7 +253,8 @@ def _check(host: Host, entry: Entry, found: Snapshot, initial: State) -> None:
     if problem is None and was != wanted:
         problem = _differs("variables", _named(was), _named(wanted))
     total = host.parts.plan.total_steps
-    if problem is None and host.synchronous and found.step > total:
+    known = host.synchronous and (not host.backups or host.launch.spec.steps is not None)
+    if problem is None and known and found.step > total:
         problem = f"it is at step {found.step}, expected at most {total}, the job's last"
     if problem is not None:
         raise CheckpointError(f"{entry.where}/{entry.name}: {problem}")
@@ -216,6 +263,10 @@ def _check(host: Host, entry: Entry, found: Snapshot, initial: State) -> None:
 def difference(about: Mapping[str, Any], spec: Mapping[str, Any], rows: int) -> str | None:
     """Why a job of this spec cannot go on from a checkpoint, in words; None if it can."""
     pairs = [(name, about["spec"].get(name), spec[name]) for name in _SAME]
+    was, wanted = about["spec"].get("backups", 0), spec["backups"]
+    if about["spec"]["mode"] == spec["mode"] and bool(was) != bool(wanted):
+        # Which batches are left follows from the number of steps in the one case alone.
+        return _differs("backups", was, wanted)
     for name, was, wanted in [*pairs, ("rows", about["rows"], rows)]:
         if was != wanted:
             return _differs(name, was, wanted)
@@ -239,8 +290,3 @@ def _named(layout: Mapping[str, Any]) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     return repr(value) if len(repr(value)) < 200 else repr(value)[:200] + "..."
-
-
-def unrecorded(plan: Plan, epochs: int, step: int) -> bool:
-    """Whether ``step`` is the end of an epoch that is not among the ``epochs`` on record."""
-    return step > 0 and plan.ends_epoch(step - 1) and plan.locate(step - 1)[0] >= epochs

@@ -46,7 +46,9 @@ async def ask(peer: Any, op: str, deadline: float, **message: Any) -> Any:
     """Call ``op`` of a peer: ``worker.rpc(address)``, ``worker.scheduler`` and the like."""
     address = getattr(peer, "address", getattr(peer, "addr", peer))
     try:
-        answer = await asyncio.wait_for(getattr(peer, op)(**message), deadline)
+        # `asyncio.wait_for` makes one task more for each call.
+        async with asyncio.timeout(deadline):
+            answer = await getattr(peer, op)(**message)
     except TimeoutError:
         raise DeadlineError(f"{op}: {address} has not answered in {deadline:.0f} s") from None
     return opened(answer, f"{op} at {address}")

@@ -61,7 +61,8 @@ class Saver:
             # Hosts that died meanwhile, say: the next generation will save.
             self._host.calls.tell(f"step {step} could not be copied for a checkpoint: {error}")
             return
-        self._last = step
+        # Others may have gone on since the chief has last looked.
+        self._last = state.step
         name = f"dtrain-save-{self._host.launch.job}"
         stall = time.monotonic() - began
         self._thread = threading.Thread(

@@ -2,148 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from dtrain.arrays import aligned_bytes, quiet, xp_of
+from dtrain.arrays import aligned_bytes, quiet
 from dtrain.errors import ProtocolError
+from dtrain.layout import Layout
 from dtrain.machines.shard import Phase, ShardMachine
-from dtrain.messages import Abandon, Contribution, Flip, Pushed, Reduce, Reduced, Report, Verdict
+from dtrain.messages import (
+    Abandon,
+    Closed,
+    Contribution,
+    Flip,
+    Keep,
+    Measured,
+    Measures,
+    Pushed,
+    Reduce,
+    Reduced,
+    Report,
+    Verdict,
+)
 from dtrain.optim import Optimizer
 from dtrain.partition import Range, Shard
 from dtrain.runtime.arena import Arena
 from dtrain.runtime.points import at_point
-from dtrain.tree import reduce_into, scratch_needed
-
-#: Elements per piece of work: several passes over 128 KiB of float32 stay in the L2 cache.
-CHUNK = 1 << 15
-
-#: One flat array per range of a shard.
-Flat = Sequence[Any]
-
-#: The same, each cut into pieces of work.
-Pieces = Sequence[Sequence[Any]]
+from dtrain.runtime.updater import Flat, Pieces, Updater, cut, make_work
 
 
 class StepRefused(Exception):
     """A gradient or a loss of the step was not finite; the message names whose."""
-
-
-def cut(buffer: Any, ranges: Sequence[Range]) -> list[Any]:
-    """The typed flat views of a whole-model buffer that belong to a shard."""
-    return [buffer[r.start : r.stop].view(r.dtype) for r in ranges]
-
-
-def finite(array: Any) -> bool:
-    """Whether all elements are finite; one pass, no temporary array in the usual case."""
-    if math.isfinite(float(array.dot(array))):
-        return True
-    # The sum of squares overflows before the elements do.
-    return bool(xp_of(array).isfinite(array).all())
-
-
-class Updater:
-    """The array maths of one shard: sums gradients, checks them, applies the optimizer.
-
-    It keeps no state but scratch; versions are its caller's.
-
-    Parameters
-    ----------
-    params : sequence of list of ndarray
-        One flat array per range, for each of the buffers.
-    slots : sequence of list of dict of str to ndarray
-        The optimizer's slots, likewise.
-    """
-
-    def __init__(
-        self,
-        ranges: Sequence[Range],
-        optimizer: Optimizer,
-        replicas: int,
-        params: Sequence[Flat],
-        slots: Sequence[Sequence[Mapping[str, Any]]],
-    ) -> None:
-        self.ranges = ranges
-        self.optimizer = optimizer
-        self.replicas = replicas
-        self.params = params
-        self.slots = slots
-        self._scratch: dict[str, list[Any]] = {}
-        self._cuts: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
-
-    def pieces(self, flat: Flat) -> Pieces:
-        """A gradient, cut as :meth:`reduce` takes it; views."""
-        return [[array[a : a + CHUNK] for a in range(0, array.size, CHUNK)] for array in flat]
-
-    def reduce(
-        self,
-        step: int,
-        members: tuple[int, ...],
-        weights: tuple[float, ...],
-        leaves: Mapping[int, Pieces],
-    ) -> int | None:
-        """Apply the mean gradient of ``members`` to the buffer of ``step``, into the other one.
-
-        Returns None, or whose gradient is not finite; -1 if only their sum is not.
-        """
-        extra = scratch_needed(members, weights, self.replicas)
-        for k, r in enumerate(self.ranges):
-            buffers = self._buffers(r.dtype, extra)
-            for c, (params, slots, out, out_slots) in enumerate(self._slices(step % 2, k)):
-                n = params.size
-                grad, *work = buffers if n == CHUNK else [x[:n] for x in buffers]
-                pieces = {i: leaves[i][k][c] for i in members}
-                reduce_into(members, weights, self.replicas, pieces, grad, work, xp_of(params))
-                if not finite(grad):
-                    wrong = (i for i in members if not all(map(finite, leaves[i][k])))
-                    return next(wrong, -1)
-                self.optimizer.update(step + 1, grad, params, slots, out, out_slots, work)
-        return None
-
-    def _slices(self, old: int, k: int) -> list[tuple[Any, Any, Any, Any]]:
-        """What each chunk of a range reads and writes, by the buffer that it reads; made once."""
-        if (old, k) not in self._cuts:
-            new = 1 - old
-
-            def cut_at(a: int) -> tuple[Any, Any, Any, Any]:
-                b = a + CHUNK
-                slots, out_slots = self.slots[old][k], self.slots[new][k]
-                return (
-                    self.params[old][k][a:b],
-                    {name: slot[a:b] for name, slot in slots.items()},
-                    self.params[new][k][a:b],
-                    {name: slot[a:b] for name, slot in out_slots.items()},
-                )
-
-            size = self.params[old][k].size
-            self._cuts[old, k] = [cut_at(a) for a in range(0, size, CHUNK)]
-        return self._cuts[old, k]
-
-    def apply(self, step: int, grads: Flat) -> None:
-        """Apply one gradient in place, as update number ``step`` (from 1)."""
-        for k, r in enumerate(self.ranges):
-            buffers = self._buffers(r.dtype, 0)
-            params, slots = self.params[0][k], self.slots[0][k]
-            for a in range(0, params.size, CHUNK):
-                b = min(a + CHUNK, params.size)
-                # The optimizer may write to its gradient; the replica's is not its to write to.
-                grad, *work = (x[: b - a] for x in buffers)
-                grad[...] = grads[k][a:b]
-                views = {name: slot[a:b] for name, slot in slots.items()}
-                self.optimizer.update(step, grad, params[a:b], views, params[a:b], views, work)
-
-    def _buffers(self, dtype: str, extra: int) -> list[Any]:
-        count = 1 + max(extra, self.optimizer.scratch)
-        known = self._scratch.get(dtype, [])
-        if len(known) < count:
-            known = self._scratch[dtype] = [np.empty(CHUNK, dtype) for _ in range(count)]
-        return known
 
 
 def private_slots(
@@ -181,8 +72,12 @@ class SyncShard:
     publish : bool
         Whether somebody reads the shard from afar: a private copy of each version is made for
         it, because what is being sent must not be written to.
+    layout : Layout
+        Of the whole model.
     report : callable
         Tells the lead that a step is reduced; called with the arena's lock held.
+    measured : callable
+        Tells the lead the sums of a stage of the optimizer that is not its last; likewise.
     slots : mapping of str to list of ndarray, optional
         What the optimizer has gathered so far; as at the start if not given.
     """
@@ -195,8 +90,10 @@ class SyncShard:
         optimizer: Optimizer,
         replicas: int,
         *,
+        layout: Layout,
         publish: bool,
         report: Callable[[Reduced], None],
+        measured: Callable[[Measured], None],
         slots: Mapping[str, Flat] | None = None,
     ) -> None:
         self.arena = arena
@@ -205,12 +102,18 @@ class SyncShard:
         self.machine = machine
         self.publish = publish
         self._report = report
+        self._measured = measured
+        self._optimizer = optimizer
         self._params = [cut(buffer, shard.ranges) for buffer in arena.buffers]
         self._slots = private_slots(optimizer, shard.ranges, 2)
         fill_slots(self._slots[machine.version % 2], slots)
-        self._updater = Updater(shard.ranges, optimizer, replicas, self._params, self._slots)
+        work = make_work(shard.ranges) if optimizer.stages > 1 else None
+        self._updater = Updater(shard, layout, optimizer, replicas, self._params, self._slots, work)
+        self._layout = layout
         #: replica -> its gradient of the step being gathered
         self._grads: dict[int, Pieces] = {}
+        #: the last step that the lead was asked about
+        self._asked = -1
         self._pending: Flat | None = None
         #: a private copy of the committed version, if somebody reads from afar
         self.published: Flat | None = None
@@ -248,6 +151,22 @@ class SyncShard:
         commands = self.machine.handle(event, time.monotonic())
         for contribution in fresh:
             self._grads[contribution.replica] = grads[contribution.replica]
+        self._begin(commands, busy=busy)
+
+    def asks(self, step: int) -> bool:
+        """Whether the lead is to be asked whose gradients make the step at hand; once a step."""
+        machine = self.machine
+        if step != machine.version or machine.expected is not None or self._asked == step:
+            return False
+        self._asked = step
+        return True
+
+    def close(self, event: Closed) -> None:
+        """It is known whose gradients make the step."""
+        self.arena.commits()
+        self._begin(self.machine.handle(event, time.monotonic()))
+
+    def _begin(self, commands: Sequence[Any], *, busy: bool = False) -> None:
         for command in commands:
             assert isinstance(command, Reduce)
             self.arena.queue(partial(self._reduce, command), busy=busy)
@@ -257,14 +176,22 @@ class SyncShard:
         for command in self.machine.handle(verdict, time.monotonic()):
             if isinstance(command, Abandon):
                 self.arena.fail(StepRefused(command.problem))
-            elif isinstance(command, Flip):
+            elif isinstance(command, Flip | Keep):
                 self._grads = {}
+                if isinstance(command, Keep):
+                    self._keep(verdict.step)
                 self.published, self._pending = self._pending, None
                 self.arena.progress.notify_all()
                 due = [w for at, w in self._watchers if at <= command.version]
                 self._watchers = [(at, w) for at, w in self._watchers if at > command.version]
                 for watcher in due:
                     watcher()
+
+    def _keep(self, step: int) -> None:
+        """The step is passed over; array maths under the lock, but as seldom as that."""
+        self._updater.keep(step)
+        if self.publish:
+            self._pending = [p.copy() for p in self._params[(step + 1) % 2]]
 
     def watch(self, version: int, watcher: Callable[[], None]) -> None:
         """Call ``watcher`` once the version is committed."""
@@ -279,11 +206,54 @@ class SyncShard:
         step = command.step
         at_point("applying")
         with quiet():
-            culprit = self._updater.reduce(step, command.members, command.weights, self._grads)
+            sums = None if self._optimizer.stages == 1 else self._updater.no_sums()
+            culprit = self._updater.reduce(
+                step, command.members, command.weights, self._grads, sums
+            )
         problem = None
         if culprit is not None:
             problem = describe_culprit(self.machine.gathered.get(culprit), step)
-        elif self.publish:
+        if sums is None:
+            self._reduced(step, problem)
+        else:
+            self._exchange(step, 0, problem, sums)
+
+    def _exchange(self, step: int, stage: int, problem: str | None, sums: Any) -> None:
+        """Tell the lead the sums of this shard; it answers with those of all, see :meth:`go_on`."""
+        event = Measured(
+            self.machine.generation, step, stage, self.index, problem, self._updater.blocks, sums
+        )
+        with self.arena.lock:
+            self.arena.commits()
+            self._measured(event)
+
+    def go_on(self, measures: Measures) -> None:
+        """All shards have been through a stage; with the arena's lock held."""
+        self.arena.queue(partial(self._next_stage, measures))
+
+    def _next_stage(self, measures: Measures) -> None:
+        step, index = measures.step, measures.stage + 1
+        if measures.problem is not None:
+            # Some shard has refused the step, which says so itself.
+            own = measures.problem if measures.shard == self.index else None
+            self._reduced(step, own)
+            return
+        last = index + 1 == self._optimizer.stages
+        at_point("applying")
+        with quiet():
+            factors = self._optimizer.resolve(
+                measures.stage, measures.sums, self._layout.block_variables
+            )
+            sums = None if last else self._updater.no_sums()
+            self._updater.go_on(index, step, factors, sums)
+        if sums is None:
+            self._reduced(step, None)
+        else:
+            self._exchange(step, index, None, sums)
+
+    def _reduced(self, step: int, problem: str | None) -> None:
+        """The next version lies in the other buffer, or never will."""
+        if self.publish and problem is None:
             self._pending = [p.copy() for p in self._params[(step + 1) % 2]]
         event = Reduced(self.machine.generation, step, self.index, problem)
         with self.arena.lock:
@@ -313,6 +283,7 @@ class AsyncShard:
         self,
         arena: Arena,
         shard: Shard,
+        layout: Layout,
         optimizer: Optimizer,
         *,
         version: int = 0,
@@ -329,17 +300,23 @@ class AsyncShard:
         self._params = cut(arena.buffers[0], shard.ranges)
         self._slots = private_slots(optimizer, shard.ranges, 1)
         fill_slots(self._slots[0], slots)
-        self._updater = Updater(shard.ranges, optimizer, 1, [self._params], self._slots)
+        self._updater = Updater(shard, layout, optimizer.inner, 1, [self._params], self._slots)
 
     def push_pull(
-        self, replica: int, request: int, version: int, grads: Flat | None, into: Flat
-    ) -> tuple[int, int, bool]:
-        """Apply ``grads`` (if any), copy the parameters to ``into``.
+        self,
+        replica: int,
+        request: int,
+        version: int,
+        grads: Flat | None,
+        into: Flat,
+        applied: Callable[[int, int, bool], None],
+    ) -> int:
+        """Apply ``grads`` (if any), copy the parameters to ``into``; returns their version.
 
         ``request`` numbers the gradients of a replica; one that comes again is not applied
-        again.  ``version`` is the one that the gradient was computed from.  Returns the version
-        copied, the age of the gradient (the updates applied between its pull and its apply), and
-        whether it was applied just now.
+        again.  ``version`` is the one that the gradient was computed from.  In between
+        ``applied`` is told the version, the age of the gradient (the updates applied between its
+        pull and its apply), and whether it was applied just now.
         """
         with self._lock:
             self.arena.commits()
@@ -351,9 +328,10 @@ class AsyncShard:
                 with quiet():
                     self._updater.apply(self.version + 1, grads)
                 self.version += 1
+            applied(self.version, age, fresh)
             for source, target in zip(self._params, into, strict=True):
                 target[...] = source
-            return self.version, age, fresh
+            return self.version
 
     @property
     def last(self) -> Mapping[int, int]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.arrays import aligned_bytes
 from dtrain.layout import Layout
+from dtrain.machines.cursor import Cursor
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.plan import Plan
+from dtrain.machines.quorum import Quorum
 from dtrain.machines.rounds import Totals
 from dtrain.messages import Batch
 from dtrain.optim import Optimizer
+from dtrain.spec import JobSpec
 
 
 @dataclass(kw_only=True)
@@ -72,3 +76,37 @@ class Begin:
     epochs: int
     #: nothing is left to do but to hand over the result
     finished: bool = False
+
+
+def finished(spec: JobSpec, plan: Plan, state: State) -> bool:
+    """Whether nothing is left to do but to hand over the result."""
+    epochs = len(state.history)
+    if spec.backups:
+        quorum = Quorum(plan, 0, spec.backups, _mutable(state.cursor))
+        return quorum.exhausted and quorum.done and epochs > quorum.epoch
+    if spec.mode == "sync":
+        return state.step >= plan.total_steps and not unrecorded(plan, epochs, state.step)
+    cursor = Cursor(plan, 0, _mutable(state.cursor))
+    return cursor.exhausted and cursor.left == 0 and epochs > cursor.epoch
+
+
+def ended_early(spec: JobSpec, plan: Plan, state: State) -> bool:
+    """Whether the epoch on record that is the last is not whole: ``steps`` has ended it."""
+    epochs = len(state.history)
+    if spec.backups:
+        quorum = Quorum(plan, 0, spec.backups, _mutable(state.cursor))
+        return epochs > quorum.epoch and not quorum.complete
+    if spec.mode == "sync":
+        epoch, index = plan.locate(state.step)
+        return index > 0 and epochs > epoch
+    cursor = Cursor(plan, 0, _mutable(state.cursor))
+    return epochs > cursor.epoch and not cursor.whole
+
+
+def _mutable(numbers: Sequence[int] | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
+
+
+def unrecorded(plan: Plan, epochs: int, step: int) -> bool:
+    """Whether ``step`` is the end of an epoch that is not among the ``epochs`` on record."""
+    return step > 0 and plan.ends_epoch(step - 1) and plan.locate(step - 1)[0] >= epochs

@@ -16,6 +16,14 @@ class UserCodeError(Exception):
     """Something that the user gave us has raised; the cause is what it raised."""
 
 
+class FailureTold(Exception):
+    """A failure that has been described where it happened, at another worker maybe."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 @contextmanager
 def calling(what: str) -> Iterator[None]:
     """Mark errors inside as the user's; ``what`` says which call it was."""
@@ -29,6 +37,8 @@ def describe(error: BaseException, where: str) -> Failure:
     """The failure of a job that ``error`` on a host (``where``) means."""
     from dtrain.runtime.shards import StepRefused
 
+    if isinstance(error, FailureTold):
+        return error.failure
     text = "".join(traceback.format_exception(error))
     if isinstance(error, StepRefused):
         return Failure("NON_FINITE", str(error))

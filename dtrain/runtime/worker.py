@@ -21,12 +21,18 @@ from distributed.protocol import to_serialize
 from distributed.utils import offload
 
 from dtrain._version import __version__
+from dtrain.arrays import devices
 from dtrain.errors import DataError, DTrainError, FencedError
-from dtrain.messages import Contribution, Push, Reduced
-from dtrain.runtime import blas, process
+from dtrain.machines.quorum import Join
+from dtrain.messages import Contribution, Measured, Push, Reduced
+from dtrain.runtime import blas, frames, process
 from dtrain.runtime.data import read_rows
 from dtrain.runtime.inputfile import FileRef, InputFiles
+from dtrain.runtime.queues.worker import Queues
 from dtrain.runtime.rpc import answering, ask
+from dtrain.runtime.sessions.keeping import Keeper
+from dtrain.runtime.sessions.known import Acquaintance
+from dtrain.runtime.sessions.worker import Containers
 from dtrain.runtime.transport.meeting import forget
 from dtrain.runtime.transport.segment import Spare, answers, owned, sparing_answerers, sweep_all
 
@@ -40,6 +46,9 @@ logger = logging.getLogger("dtrain.worker")
 
 #: Seconds that a replica has to leave its loop when its worker closes; Dask gives it about 4.
 _LEAVE = 2.0
+
+#: Seconds that finding the GPUs may take, which imports CuPy; the master waits for the hello.
+_FIND = 8.0
 
 #: Seconds between two looks for a chunk that is being computed anew.
 _RETRY = 0.1
@@ -67,6 +76,9 @@ class WorkerService:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.address: str = worker.address
+        #: what a replica may compute on here, and why no GPU is among it, in words
+        self.devices: tuple[str, ...] = ("cpu",)
+        self.no_gpu = ""
         #: job id -> its newest generation here
         self.hosts: dict[str, Host] = {}
         #: (job id, generation) -> one that has ended, whose shards the newest may have to take over
@@ -81,7 +93,13 @@ class WorkerService:
         #: chunk -> the worker it was last seen at; a hint, renewed when it fails
         self._holders: dict[Any, str] = {}
         self.files = InputFiles(self.address, self._scheduler_address)
+        self.queues = Queues(self)
+        self.known = Acquaintance(worker)
+        self.containers = Containers(worker, self.known.forget)
         self.handlers = {
+            **self.queues.handlers,
+            **self.containers.handlers,
+            **Keeper(worker, self.containers).handlers,
             "dtrain_stop": self.stop,
             "dtrain_initial": self.initial,
             "dtrain_first": self.first,
@@ -92,6 +110,9 @@ class WorkerService:
             "dtrain_look": self.look,
             "dtrain_push": self.push,
             "dtrain_reduced": self.reduced,
+            "dtrain_measured": self.measured,
+            "dtrain_closed": self.closed,
+            "dtrain_join": self.join,
             "dtrain_push_pull": self.push_pull,
             "dtrain_take": self.take,
             "dtrain_rows": self.rows,
@@ -108,47 +129,61 @@ class WorkerService:
     async def open(self) -> None:
         """Install the handlers and say hello to the master."""
         _services[self.address] = self
+        frames.guard()
         for op, handler in self.handlers.items():
             self.worker.handlers[op] = answering(cast(Callable[..., Any], handler))
         self.worker.metrics["dtrain"] = self.summary
         # What jobs before left here, whose workers all died at once.
         for swept in await offload(sweep_all, await self._spare()):
             logger.info("%s: removed shared memory that nobody holds: %s", self.address, swept)
+        words = await offload(blas.describe)
+        self.devices, self.no_gpu = await self._find_devices()
         await ask(
             self.worker.scheduler,
             "dtrain_hello",
             10.0,
             address=self.address,
             version=__version__,
-            blas=await offload(blas.describe),
+            blas=words,
             process=process.identity(),
+            devices=list(self.devices),
+            no_gpu=self.no_gpu,
         )
+
+    @staticmethod
+    async def _find_devices() -> tuple[tuple[str, ...], str]:
+        try:
+            return await asyncio.wait_for(offload(devices), _FIND)
+        except TimeoutError:
+            return ("cpu",), f"CuPy has not found any in {_FIND:g} s"
 
     async def close(self) -> None:
         """Leave no job and no thread behind; late messages still get a typed refusal."""
         self.worker.metrics.pop("dtrain", None)
         # Asked first: Dask gives a worker that closes a few seconds in all.
         shared = bool(self._jobs or self.files.names)
-        alone = shared and not await offload(answers, self._scheduler_address())
+        alone = shared and not await _away(answers, self._scheduler_address())
         if self.hosts and not alone:
             # Not a loss, if the master hears of it in time.
             with suppress(OSError, DTrainError):
                 await self.ask_master("dtrain_leaving", _LEAVE, address=self.address)
         _services.pop(self.address, None)
+        self.queues.close()
+        self.containers.close()
         # What is shared outlives this worker, for those that go on; without a scheduler nobody can.
         if alone:
             for job in self._jobs:
-                await offload(forget, job)
+                await _away(forget, job)
             for name in self.files.names:
-                await offload(self.files.forget, name)
+                await _away(self.files.forget, name)
         for host in list(self.hosts.values()):
             host.stop("its worker is closing", over=alone)
             # What a thread still looks at is not closed under it; the process goes soon anyway.
-            left = await offload(lambda host=host: host.left.wait(_LEAVE))
-            await offload(host.close if left else host.abandon)
+            left = await _away(host.left.wait, _LEAVE)
+            await _away(host.close if left else host.abandon)
         self.hosts.clear()
         self.former.clear()
-        await offload(self.files.close)
+        await _away(self.files.close)
 
     async def _spare(self) -> Spare:
         """What a sweep leaves: the files of jobs that are not over, here or on another cluster.
@@ -445,6 +480,35 @@ class WorkerService:
         host = await self._host(job, generation, wait)
         return await host.answers.reported(Reduced(generation, step, shard, problem), wait)
 
+    async def measured(
+        self,
+        job: str,
+        generation: int,
+        step: int,
+        stage: int,
+        shard: int,
+        problem: str | None,
+        blocks: np.ndarray,
+        sums: np.ndarray,
+        wait: float,
+    ) -> list[Any] | None:
+        """A shard's sums, to the lead; answered with those of all shards; None: not yet."""
+        host = await self._host(job, generation, wait)
+        event = Measured(generation, step, stage, shard, problem, blocks, sums)
+        return await host.answers.measured(event, wait)
+
+    async def closed(
+        self, job: str, generation: int, step: int, wait: float
+    ) -> tuple[int, ...] | None:
+        """Whose gradients make a step, from the lead (with backups); None: not known yet."""
+        host = await self._host(job, generation, wait)
+        return await host.answers.closed(step, wait)
+
+    async def join(self, job: str, generation: int, replica: int, step: int, epoch: int) -> Any:
+        """A replica's batch of a step, from the lead (with backups)."""
+        host = await self._host(job, generation, 1.0)
+        return host.answers.joined(Join(generation, replica, step, epoch))
+
     async def push_pull(
         self,
         job: str,
@@ -471,11 +535,11 @@ class WorkerService:
         return {**reply, "params": [to_serialize(array) for array in reply["params"]]}
 
     async def take(
-        self, job: str, generation: int, replica: int, request: int, epoch: int
-    ) -> tuple[int, int, int] | None:
-        """The next batch of a replica (asynchronous mode)."""
+        self, job: str, generation: int, replica: int, request: int, epoch: int, wait: float
+    ) -> Any:
+        """The next batch of a replica (asynchronous mode); it may have to wait for others."""
         host = await self._host(job, generation, 1.0)
-        return host.answers.taken(replica, request, epoch)
+        return await host.answers.taken(replica, request, epoch, wait)
 
     async def rows(self, keys: list[Any], rows: list[np.ndarray]) -> list[Any]:
         """Rows of chunks that this worker holds."""
@@ -498,3 +562,13 @@ def _pass_on(task: asyncio.Future[Any], answer: Future[Any]) -> None:
         answer.set_exception(error)
     else:
         answer.set_result(task.result())
+
+
+async def _away(function: Callable[..., Any], *args: Any) -> Any:
+    """Run it off the event loop; or in it, where a script just ends and has no more threads."""
+    try:
+        return await offload(function, *args)
+    except RuntimeError as error:
+        if "cannot schedule new futures" not in str(error):
+            raise
+        return function(*args)

@@ -22,6 +22,9 @@ from tests.conftest import until
 
 DTRAIN = str(Path(sysconfig.get_path("scripts")) / "dtrain")
 
+#: Jobs compute on the CPU, also where there is a GPU.
+_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
 #: What decides where a command connects to, and how: never this machine's own.
 _OURS = ("DTRAIN_", "DASK_", "PYTHONPATH", "PYTHONWARNINGS")
 
@@ -116,6 +119,7 @@ class Shell:
         self.temporary.mkdir()
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
         self.env |= {"TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1", "TERM": "xterm"}
+        self.env |= _CPU
         if scheduler is not None:
             self.env["DTRAIN_SCHEDULER"] = scheduler
 
@@ -169,7 +173,7 @@ class Site:
     def __init__(self, folder: Path, **env: str) -> None:
         self.folder = folder
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
-        self._env |= {"TMPDIR": str(folder), **env}
+        self._env |= {"TMPDIR": str(folder), **_CPU, **env}
         self._commands: list[subprocess.Popen[bytes]] = []
         self.address = ""
 
@@ -208,6 +212,12 @@ class Site:
 
     def kill_scheduler(self) -> None:
         self._commands[0].kill()
+
+    def wait(self, seconds: float = 30.0) -> None:
+        """Until all have ended by themselves: workers do, some time after their scheduler."""
+        over = time.monotonic() + seconds
+        for command in self._commands:
+            command.wait(max(0.0, over - time.monotonic()))
 
     def close(self) -> None:
         """End them at once; what they have started ends with them, and cleans up."""

@@ -146,6 +146,46 @@ def test_transport_measures_empty_steps_and_remote_transfers():
     assert "over tcp" in done.stderr
 
 
+@pytest.mark.cluster
+def test_queues_are_measured_beside_dasks_own():
+    done = run("queues", "--rounds", "1", "--items", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ours, actor = "dtrain", "Dask actor"
+    sent, spread = ["dtrain, sent", "dtrain, left"], "dtrain, a shard on each worker"
+    expected = {
+        "queues": {
+            "a put and a get": [ours, "Dask Queue", actor],
+            "client to client": [ours, "Dask Queue", actor],
+            "client to task": [ours, "Dask Queue", actor],
+            "task to task": [ours, *sent, "Dask Queue", actor],
+        },
+        "variables": {
+            "assign and pull": [ours, spread, "Dask Variable", actor],
+            "push": [ours, spread, actor],
+        },
+    }
+    for kind, rows in expected.items():
+        assert list(found[kind]) == list(rows)
+        for words, sides in rows.items():
+            assert list(found[kind][words]) == ["small", "1 MiB"]
+            for of in found[kind][words].values():
+                assert list(of["rates"]) == sides
+                assert list(of["ratios"]) == [f"over {side}" for side in sides[1:]]
+                assert all(len(turns) == 1 and turns[0] > 0 for turns in of["rates"].values())
+    assert "Dask Variable" in done.stderr
+
+
+@pytest.mark.cluster
+def test_ingraph_measures_both_ways_and_a_bare_graph():
+    done = run("ingraph", "--rounds", "2", "--steps", "5", "--shards", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    (rates,) = json.loads(done.stdout)["ms_per_step"].values()
+    assert list(rates) == ["between-graph", "in-graph", "bare graph"]
+    assert all(len(turns) == 2 and min(turns) > 0 for turns in rates.values())
+    assert "ms per step" in done.stderr
+
+
 def test_master_drives_the_machines_from_the_first_hello_to_the_end():
     done = run("master", "--workers", "4", "--workers", "12", "--json")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,14 @@ class FakeHandle:
         return [{"time": 1.8e9, "state": "RUNNING", "message": "saved [step-00000012]"}]
 
 
+class FakePlan:
+    def to_dict(self) -> dict[str, Any]:
+        return {"imbalance": 0.05}
+
+    def __str__(self) -> str:
+        return "WORKER  [red]"
+
+
 class Api:
     """dtrain's API, faked; keeps what it was called with."""
 
@@ -104,6 +113,7 @@ class Api:
         self.connected: list[tuple[str | None, int | None]] = []
         self.asked: list[str] = []
         self.submitted: list[bool] = []
+        self.planned: list[dict[str, Any]] = []
         self.loaded: list[tuple[Any, ...]] = []
         self.closed = 0
         self.submit_error: Exception | None = None
@@ -130,6 +140,11 @@ class Api:
             raise self.submit_error
         return self.handle
 
+    def plan(self, job: Any, **where: Any) -> Any:
+        assert job == self.job
+        self.planned.append(where)
+        return FakePlan()
+
     def jobs(self, address: str) -> list[FakeHandle]:
         self.asked.append(address)
         if address == "tcp://nobody:1":
@@ -152,6 +167,7 @@ class Api:
         }
         bad = {**fine, "where": "there", "dtrain": None, "ok": False, "problem": "no dtrain"}
         fine_worker = {**fine, "blas": "openblas 0.3, 8 threads; 1 while training"}
+        fine_worker |= {"devices": ["cpu"], "no_gpu": "CuPy finds none"}
         workers = [fine_worker] if self.doctor_ok else [fine_worker, bad]
         return {"client": fine, "scheduler": fine, "workers": workers}
 
@@ -159,7 +175,7 @@ class Api:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
     fake = Api()
-    for name in ("connect", "submit", "jobs", "attach", "doctor", "load_job"):
+    for name in ("connect", "submit", "jobs", "attach", "doctor", "load_job", "plan"):
         monkeypatch.setattr(dtrain, name, getattr(fake, name), raising=False)
     monkeypatch.delenv("DTRAIN_SCHEDULER", raising=False)
     return fake
@@ -296,6 +312,22 @@ def test_replicas_make_embedded_workers(api, monkeypatch, replicas, workers):
     assert api.connected == [(None, workers)]
 
 
+def test_a_plan_starts_nothing(api, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    api.job.replicas = 3
+    result = dt("submit", "a.toml", "--plan")
+    assert (result.exit_code, result.stdout) == (0, "WORKER  [red]\n")
+    # No cluster is named: none is started, either.
+    assert (api.planned, api.connected) == ([{"workers": 3}], [])
+    result = dt("submit", "a.toml", "--plan", "--json", "--scheduler", ADDRESS)
+    assert document(result) == {"imbalance": 0.05}
+    assert (api.planned[1], api.connected) == ({"client": "client"}, [(ADDRESS, None)])
+    assert api.submitted == []
+    both = dt("submit", "a.toml", "--plan", "--detach", "--scheduler", ADDRESS)
+    assert both.exit_code == 2
+    assert "--plan and --detach: found both" in both.stderr
+
+
 # --- Ctrl-C.
 
 
@@ -414,6 +446,70 @@ def test_status(api):
     assert set(document(dt("status", "j1", "--scheduler", ADDRESS, "--json"))) == set(FAILED)
 
 
+RUNNING = {
+    **DONE,
+    "state": "RUNNING",
+    "replicas": {"0": "tcp://a", "1": "tcp://b"},
+    "ledger": {
+        "applied": 120, "late": 3, "rejected": 0, "replayed": 0, "duplicates": 1,
+        "samples": [1200], "staleness": {"0": 100, "2": 20},
+    },
+    "local_steps": {"0": 62, "1": 61},
+    "doing": {
+        "0": "waiting for replica 1 for 4.9 s",
+        "1": "computing for 5.2 s (step 61, partition 1, batch 7)",
+    },
+    "waiting": [
+        {"replica": 0, "worker": "tcp://a", "for": [1], "step": 61, "barrier": None,
+         "seconds": 4.9, "computing": {"1": 5.2}},
+    ],
+}  # fmt: skip
+
+
+def test_status_shows_what_each_replica_does(api):
+    api.handle = FakeHandle(RUNNING)
+    shown = dt("status", "j1", "--scheduler", ADDRESS).stdout
+    lines = [re.split(r"  +", line.strip()) for line in shown.splitlines()]
+    assert ["REPLICA", "WORKER", "LOCAL STEPS", "DOES"] in lines
+    assert ["0", "tcp://a", "62", "waiting for replica 1 for 4.9 s"] in lines
+    does = "computing for 5.2 s (step 61, partition 1, batch 7)"
+    assert ["1", "tcp://b", "61", does] in lines
+    assert ["steps", "40"] in lines
+    assert ["gradients", "applied 120, late 3, duplicates 1"] in lines
+    assert ["staleness", "100 of age 0, 20 of age 2"] in lines
+    found = document(dt("status", "j1", "--scheduler", ADDRESS, "--json"))
+    for key in ("waiting", "local_steps", "doing", "step"):
+        assert found[key] == RUNNING[key]
+
+
+def test_status_of_many_replicas_shows_some(api):
+    places = {str(i): "tcp://a" for i in range(100)}
+    api.handle = FakeHandle({**RUNNING, "replicas": places, "doing": {}})
+    shown = dt("status", "j1", "--scheduler", ADDRESS).stdout
+    assert "and 36 more" in shown
+    assert len(shown.splitlines()) < 100
+
+
+def test_status_of_a_smooth_job_has_no_line_of_gradients(api):
+    smooth = {"applied": 120, "late": 0, "samples": [1200], "staleness": {"0": 120}}
+    api.handle = FakeHandle({**RUNNING, "ledger": smooth})
+    shown = dt("status", "j1", "--scheduler", ADDRESS).stdout
+    assert "gradients" not in shown
+    assert "staleness" not in shown
+
+
+def test_status_shows_the_bytes_at_each_worker(api):
+    placement = {
+        "0": {"worker": "tcp://a", "bytes": 3 << 20},
+        "1": {"worker": "tcp://b", "bytes": 1 << 20},
+        "2": {"worker": "tcp://b", "bytes": 1 << 20},
+    }
+    api.handle = FakeHandle({**DONE, "placement": placement, "imbalance": 0.2})
+    shown = dt("status", "j1", "--scheduler", ADDRESS).stdout
+    assert "3.00 MiB at tcp://a, 2.00 MiB at tcp://b" in shown
+    assert "20.0%" in shown
+
+
 def test_events(api):
     result = dt("events", "j1", "--scheduler", ADDRESS)
     assert result.exit_code == 0
@@ -440,6 +536,7 @@ def test_cancel(api):
 def test_doctor(api):
     result = dt("doctor")
     assert "8 threads; 1 while training" in result.stdout
+    assert "devices of the workers: cpu (CuPy finds none)" in result.stdout
     assert result.exit_code == 0
     assert "here" in result.stdout
     assert api.connected == [(None, 1)]
@@ -473,6 +570,18 @@ class FakeCluster:
         FakeCluster.made["closed"] = True
 
 
+def heard(preload: str, message: str, *args: str) -> list[str]:
+    """What Dask's worker logs of an error, in a process that has run the preload."""
+    code = f"""{preload}
+logging.basicConfig(format="%(message)s")
+logging.getLogger("distributed.worker").error({message!r}, *{args!r})
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+    )
+    return found.stderr.splitlines()
+
+
 def test_cluster_start(monkeypatch):
     monkeypatch.setattr(distributed, "LocalCluster", FakeCluster)
     monkeypatch.setattr(dtrain, "jobs", lambda address: [])
@@ -480,6 +589,9 @@ def test_cluster_start(monkeypatch):
     assert result.exit_code == 0
     assert f"export DTRAIN_SCHEDULER={ADDRESS}" in result.stdout
     assert "http://127.0.0.1:8787/status" in result.stdout
+    (preload,) = FakeCluster.made.pop("preload")
+    assert heard(preload, "Invalid Worker.status transition: %s -> %s", "closing", "running") == []
+    assert heard(preload, "out of %s", "memory") == ["out of memory"]
     assert FakeCluster.made == {
         "n_workers": 3,
         "threads_per_worker": 2,

@@ -178,7 +178,7 @@ def test_the_digits_example(shell, digits):
         "samples/s", "seconds", "replicas", "model",
     ]  # fmt: skip
     assert shown["state"] == "SUCCEEDED"
-    assert shown["replicas"] == "2 on 2 workers"
+    assert shown["replicas"] == "2 on 2 workers (cpu)"
     assert float(shown["val_accuracy"]) >= 0.97
     folder = shell.folder / "examples" / "digits-model"
     assert shown["model"] == str(folder)
@@ -207,6 +207,17 @@ def test_the_digits_script(shell):
     ended = shell.run(sys.executable, "examples/digits.py", seconds=60)
     assert (ended.code, ended.err) == (0, ""), ended
     assert float(re.search(r"val_accuracy ([0-9.]+)", ended.out)[1]) >= 0.97
+
+
+def test_the_script_of_every_way_of_replication(shell):
+    shutil.copytree(EXAMPLES, shell.folder / "examples")
+    ended = shell.run(sys.executable, "examples/replication.py", seconds=150)
+    assert ended.code == 0, ended
+    rows = re.findall(r"^((?:between|in)-graph.*?) +(0[.][0-9]+)", ended.out, re.MULTILINE)
+    assert len(rows) == 6, ended
+    assert all(float(accuracy) >= 0.95 for _, accuracy in rows), rows
+    by_name = dict(rows)
+    assert by_name["in-graph, sync"] == by_name["between-graph, sync"]
 
 
 def test_a_progress_bar_on_a_terminal(shell):
@@ -374,6 +385,24 @@ def test_a_worker_that_is_killed_ends_a_job_that_may_lose_none(shell):
         rf"dtrain: job {job} FAILED: WORKERS_LOST: worker \d \(tcp://127.0.0.1:\d+\) is gone", err
     )
     assert err.count("\n") == 2, err
+
+
+# -- where it computes -------------------------------------------------------------------------
+
+
+def test_a_device_that_no_worker_has_is_refused_before_the_start(user):
+    ended = user.dtrain("submit", spec(user, LINEAR, train='device = "cuda:99"'))
+    words = "device: found 'cuda:99', expected a worker that has it, but worker "
+    ended.refused(2, words, "worker ada", "worker bob", "has cpu (CuPy ")
+    ended = user.dtrain("submit", spec(user, LINEAR, train='device = "gpu"'))
+    ended.refused(2, "train.device: found 'gpu', expected 'cpu', 'cuda', 'cuda:<number>' or 'auto'")
+
+
+def test_the_device_is_told(user):
+    ended = user.dtrain("submit", spec(user, LINEAR, train='device = "cpu"'))
+    assert ended.code == 0, ended
+    assert "2 on 2 workers (cpu)" in ended.out
+    assert "devices of the workers: cpu" in user.dtrain("doctor").out
 
 
 # -- what is wrong with a spec -----------------------------------------------------------------
@@ -554,9 +583,11 @@ def test_the_verbs_on_a_running_cluster(user, running):
     assert row.split()[1:3] == ["paced", "RUNNING"]
     why = user.dtrain("why", job)
     assert (why.code, why.err) == (0, "")
-    assert why.out in ("it is running; nobody waits\n",) or "waits for" in why.out
+    assert why.out.startswith("it is running; nobody waits for long") or "waits for" in why.out
     shown = user.dtrain("status", job)
     assert "2 on 2 workers" in shown.out
+    assert "LOCAL STEPS" in shown.out
+    assert set(user.dtrain("status", job, "--json").document["local_steps"]) == {"0", "1"}
 
     cancelled = user.dtrain("cancel", job)
     assert (cancelled.code, cancelled.err) == (0, "")
@@ -614,6 +645,8 @@ def test_a_scheduler_that_is_killed(shell):
         command, job = starts(shell, "--json")
         there.kill_scheduler()
         ended = command.end(12.0)
+        # Only what the workers take with them goes: killed in the middle of it, they leave files.
+        there.wait()
     err = (shell.folder / "err").read_text()
     assert ended.code == 3, (ended, err)
     assert (ended.document["id"], ended.document["state"]) == (job, None)

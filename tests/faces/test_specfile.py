@@ -14,7 +14,9 @@ import pytest
 
 import dtrain
 from dtrain import models, optim
+from dtrain.devices import device
 from dtrain.errors import DataError, SpecError
+from dtrain.partition import MaxSize, MinSize
 from dtrain.specfile import load_job
 
 _names = (f"spec_module_{number}" for number in itertools.count())
@@ -61,6 +63,9 @@ MODEL = '[model]\nkind = "linear"\nn_features = 3\n'
 DATA = '[data]\npath = "d.npz"\n'
 NPZ = MODEL + DATA
 LR = NPZ + '[train]\noptimizer = {{kind = "adam", lr = {{{}}}}}'
+
+
+CHAIN = NPZ + '[train]\noptimizer = {{kind = "chain", transforms = {}, optimizer = {}}}'
 
 
 @pytest.fixture
@@ -124,6 +129,15 @@ def test_every_key_reaches_the_job(spec, tmp_path):
     assert job.validation_split == 0.25
 
 
+def test_partitioner_and_placement(spec):
+    text = '[train]\npartitioner = { kind = "max_size", bytes = "4MB" }\nplacement = "round-robin"'
+    job = load_job(spec(NPZ + text))
+    assert job.partitioner == MaxSize(4_000_000)
+    assert job.placement == "round-robin"
+    text = "[train.partitioner]\nkind = 'min_size'\nbytes = 4096\nmax_shards = 3"
+    assert load_job(spec(NPZ + text)).partitioner == MinSize(4096, max_shards=3)
+
+
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [
@@ -148,6 +162,37 @@ def test_every_key_reaches_the_job(spec, tmp_path):
 def test_a_learning_rate_may_be_a_schedule(spec, text, schedule):
     job = load_job(spec(f'{NPZ}[train.optimizer]\nkind = "rmsprop"\n{text}'))
     assert job.optimizer == optim.rmsprop(lr=schedule)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """
+        [train]
+        optimizer = { kind = "chain", transforms = [
+            { kind = "clip_by_global_norm", max_norm = 1.0 },
+            { kind = "clip", clip_value = 0.5 },
+        ], optimizer = { kind = "adam", lr = { kind = "linear", start = 1, stop = 0, steps = 9 } } }
+        """,
+        """
+        [train.optimizer]
+        kind = "chain"
+        [[train.optimizer.transforms]]
+        kind = "clip_by_global_norm"
+        max_norm = 1
+        [train.optimizer.optimizer]
+        kind = "chain"
+        transforms = [{ kind = "clip", clip_value = 0.5 }]
+        [train.optimizer.optimizer.optimizer]
+        kind = "adam"
+        lr = { kind = "linear", start = 1, stop = 0, steps = 9 }
+        """,
+    ],
+)
+def test_an_optimizer_may_be_a_chain(spec, text):
+    assert load_job(spec(NPZ + text)).optimizer == optim.chain(
+        optim.clip_by_global_norm(1), optim.clip(0.5), optim.adam(optim.linear(1, 0, 9))
+    )
 
 
 def test_what_is_not_given_is_left_to_the_job(spec):
@@ -289,6 +334,17 @@ def test_factories_beside_the_spec(spec, module):
         (NPZ + "[train]\nshuffle = 1", ["train.shuffle: found 1, expected true or false"]),
         (NPZ + "[train]\nmetrics = 'mse'", ["train.metrics: found 'mse', expected a list"]),
         (NPZ + "[train]\nmetrics = [3]", ["train.metrics: found [3], expected a list"]),
+        (NPZ + "[train]\npartitioner = 3", ["train.partitioner: found 3, expected a table"]),
+        (
+            NPZ + "[train.partitioner]\nkind = 'max'",
+            ["train.partitioner.kind: found 'max', expected 'fixed_shards', 'min_size' or 'max_"],
+        ),
+        (
+            NPZ + "[train.partitioner]\nkind = 'max_size'\nbytes = 'much'",
+            ["train.partitioner.bytes: found 'much', expected a size above zero"],
+        ),
+        (NPZ + "[train]\nplacement = 'best'", ["train.placement: found 'best', expected \"gree"]),
+        (NPZ + "[train]\ndevice = 1", ["train.device: found 1, expected 'cpu', 'cuda', "]),
         (NPZ + "[train]\noptimizer = 'adam'", ["train.optimizer: found 'adam', expected a table"]),
         (NPZ + "[train]\noptimizer = {lr = 1}", ["train.optimizer.kind: found nothing"]),
         (NPZ + "validation = 1", ["data.validation: found 1, expected a fraction"]),
@@ -308,6 +364,27 @@ def test_a_wrong_key_is_named(spec, text, words):
 def test_all_wrong_keys_are_told_at_once(spec):
     message = refused(spec(NPZ + "[train]\nepochs = 0\nseed = -1"))
     assert len(message.splitlines()) == 2
+
+
+@pytest.fixture
+def real_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize("word", ["gpu", "cuda:x", ""])
+@pytest.mark.usefixtures("real_job")
+def test_a_device_that_is_none_is_named(spec, word):
+    message = refused(spec(NPZ + f"[train]\ndevice = '{word}'"))
+    assert f"train.device: found {word!r}, expected 'cpu', 'cuda', 'cuda:<number>' or" in message
+
+
+@pytest.mark.usefixtures("real_job")
+def test_device(spec):
+    assert load_job(spec(NPZ + "[train]\ndevice = 'cuda:1'")).device == "cuda:1"
+    with device("cpu"):
+        assert load_job(spec(NPZ)).device == "cpu"
+        assert load_job(spec(NPZ + "[train]\ndevice = 'cuda'")).device == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -342,6 +419,42 @@ def test_all_wrong_keys_are_told_at_once(spec):
         (
             LR.format('kind = "piecewise", boundaries = [1, 2.5], values = [1, 2, 3]'),
             ["train.optimizer.lr.boundaries[1]: found 2.5, expected a whole number from 1 up"],
+        ),
+        (
+            CHAIN.format('[{kind = "clip", clip_value = 0}]', '{kind = "adam"}'),
+            ["train.optimizer.transforms[0].clip_value: found 0, expected a finite number"],
+        ),
+        (
+            CHAIN.format('[{kind = "clip", value = 1}]', '{kind = "adam"}'),
+            ["train.optimizer.transforms[0]: found an argument 'value', expected only"],
+        ),
+        (
+            CHAIN.format('[{kind = "clop"}]', '{kind = "adam"}'),
+            ["train.optimizer.transforms[0].kind: found 'clop'", "did you mean 'clip'"],
+        ),
+        (
+            CHAIN.format("[]", '{kind = "adam"}'),
+            ["train.optimizer.transforms: found [], expected a list of transforms, not empty"],
+        ),
+        (
+            CHAIN.format('[{kind = "clip", clip_value = 1}]', '{kind = "adm"}'),
+            ["train.optimizer.optimizer.kind: found 'adm'", "did you mean 'adam'"],
+        ),
+        (
+            CHAIN.format('[{kind = "clip", clip_value = 1}]', '{kind = "adam", lr = -1}'),
+            ["train.optimizer.optimizer.lr: found -1"],
+        ),
+        (
+            CHAIN.format('[{kind = "clip", clip_value = 1}]', '"adam"'),
+            ["train.optimizer.optimizer: found 'adam', expected an optimizer"],
+        ),
+        (
+            CHAIN.format('[{kind = "clip", clip_value = 1}]', "{}").replace("chain", "chian"),
+            ["train.optimizer.kind: found 'chian'", "did you mean 'chain'"],
+        ),
+        (
+            NPZ + '[train]\noptimizer = {kind = "chain", optimizer = {kind = "adam"}}',
+            ["train.optimizer: chain: found no argument 'transforms', expected transforms and"],
         ),
         (NPZ + "[train]\nbatch_size = 999", ["train.batch_size: found 999, expected fewer"]),
     ],

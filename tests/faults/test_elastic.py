@@ -89,6 +89,26 @@ def test_a_worker_is_retired(tmp_path, transport, chief):
         assert leaver not in workers_of(handle)
 
 
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_shards_of_a_user_s_placement_move(tmp_path, transport):
+    """The function is called anew for the workers that are left."""
+
+    def last_first(sizes, workers):
+        return [shard % len(workers) for shard in range(len(sizes))][::-1]
+
+    with (
+        cluster(3, **{"dtrain.transport": transport}) as (_, client),
+        going(client, tmp_path, shards=4, placement=last_first) as (handle, seen),
+    ):
+        before = handle.status()["shards"]
+        assert before["0"] == before["3"]
+        assert len(set(before.values())) == 3
+        client.retire_workers([before["1"]])
+        watch(handle, lambda: runs_on(handle, 2), 30, seen)
+        after = handle.status()["shards"]
+        assert after["0"] == after["2"] != after["1"] == after["3"]
+
+
 @pytest.mark.slow
 def test_a_worker_closes_gracefully(tmp_path):
     with cluster(2) as (_, client), going(client, tmp_path) as (handle, seen):

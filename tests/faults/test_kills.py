@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
+
 import pytest
 
 import dtrain
+from tests.conftest import until
 
 from .harness import Fault, arm, bits, paced, reference, run, same, struck
 
@@ -68,6 +73,34 @@ def test_several_are_killed_at_once(three, tmp_path, others, point):
     assert story.said("from memory")
 
 
+#: More shards than hosts: the next generation has others of them at other hosts.
+TURNS = {"shards": 5, "placement": "round-robin"}
+
+
+@pytest.mark.parametrize(
+    ("role", "point"),
+    matrix([pair for pair in PASSES if pair[0] != "plain"], [("chief", "applying")]),
+)
+def test_hosts_of_many_shards_are_killed(three, tmp_path, role, point):
+    """All hosts but the chief, or the chief."""
+    arm(three, tmp_path, Fault(point, role))
+    story = run(three, **TURNS)
+    assert len(struck(tmp_path)) >= 1, f"never there\n{story}"
+    same(story, **TURNS)
+    assert not story.said("from (start|checkpoint)")
+    assert story.said(r"it had replicas \[.*\] and shards \[(0, 3|1, 4|2)\]")
+
+
+@pytest.mark.parametrize("role", ["chief", pytest.param("host", marks=pytest.mark.slow)])
+def test_hosts_of_many_shards_are_killed_where_memory_is_not_shared(apart, tmp_path, role):
+    changes = {**kept(tmp_path), **TURNS}
+    arm(apart, tmp_path / "faults", Fault("writing", role, nth=21))
+    story = run(apart, **changes)
+    assert len(struck(tmp_path / "faults")) >= 1, f"never there\n{story}"
+    same(story, **TURNS)
+    assert story.said("goes on from step [0-9]+, from checkpoint")
+
+
 APART = [(role, point) for role, point in PASSES if point in ("computing", "writing", "applying")]
 APART = [pair for pair in APART if pair != ("plain", "applying")]  # it has no shard
 
@@ -85,6 +118,51 @@ def test_killed_where_memory_is_not_shared(apart, tmp_path, role, point):
 def kept(folder):
     (folder / "faults").mkdir()
     return {"checkpoint": dtrain.Checkpoint(folder / "saved", every=4), "model": paced(pace=0.02)}
+
+
+#: Who does what in an in-graph job: gradients, updates, and at the chief the verdict.
+GRAPH = [*APART, ("chief", "flipping")]
+
+
+@pytest.mark.parametrize(("role", "point"), matrix(GRAPH, [("host", "applying")]))
+def test_killed_in_graph(three, tmp_path, role, point):
+    """The graph of the step is gone; what is lost is as where memory is not shared."""
+    fault = Fault(point, role, nth=13)
+    arguments = {"replication": "in-graph", **kept(tmp_path)}
+    story = strike(three, tmp_path / "faults", fault, **arguments)
+    same(story)
+    source = "memory" if role == "plain" else "checkpoint"
+    assert story.said(f"goes on from step [0-9]+, from {source}")
+    assert story.status["losses"] == 1
+    (blow,) = struck(tmp_path / "faults")
+    assert story.losses[0]["time"] - blow.at < 1.0
+    scheduler = three.cluster.scheduler
+    until(
+        lambda: not [name for name in scheduler.clients if "driver" in name],
+        10,
+        f"left: {list(scheduler.clients)}",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("flipping", "chief", with_it=2, nth=13),
+        Fault("computing", "chief", act="SIGSTOP", nth=13),
+        Fault("computing", "plain", act="SIGSTOP", nth=13),
+    ],
+    ids=str,
+)
+def test_worse_in_graph(three, tmp_path, fault):
+    """All workers are killed at once; or one is stopped, and its tasks neither end nor fail."""
+    arguments = {"replication": "in-graph", **kept(tmp_path)}
+    story = strike(three, tmp_path / "faults", fault, **arguments)
+    for blow in struck(tmp_path / "faults"):
+        with suppress(ProcessLookupError):
+            os.kill(blow.pid, signal.SIGCONT)
+    same(story)
+    assert story.said("goes on from step [0-9]+, from (memory|checkpoint)")
 
 
 @pytest.mark.slow
@@ -126,6 +204,23 @@ def test_killed_in_asynchronous_mode(request, tmp_path, where, role, point):
         # What is applied again is at most what each replica had at hand.
         assert ledger.applied <= whole.applied + 4, ledger
         assert ledger.applied - whole.applied <= ledger.duplicates, ledger
+
+
+def lead_last(sizes, workers):
+    """The chief has the last shard alone: that one is the lead shard."""
+    return [1 % len(workers)] * (len(sizes) - 1) + [0]
+
+
+@pytest.mark.parametrize("where", ["three", pytest.param("apart", marks=pytest.mark.slow)])
+def test_killed_where_another_shard_has_the_lead(request, tmp_path, where):
+    """It is another one after that, and neither a step nor a gradient is lost for it."""
+    client, mode = request.getfixturevalue(where), dtrain.Async()
+    story = strike(client, tmp_path, Fault("writing"), mode=mode, shards=4, placement=lead_last)
+    ledger, whole = story.result.ledger, reference().ledger
+    assert story.status["shards"]["3"] != story.status["shards"]["0"]
+    assert ledger.applied >= whole.applied, ledger
+    if story.said("from memory"):
+        assert ledger.applied <= whole.applied + 4, ledger
 
 
 @pytest.mark.parametrize("point", ["computing", pytest.param("writing", marks=pytest.mark.slow)])

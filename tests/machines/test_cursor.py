@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import DataError, FencedError
-from dtrain.machines.cursor import Cursor, Plan, Take, cuts, order, split
+from dtrain.machines.cursor import Cursor, Take
+from dtrain.machines.plan import Plan, cuts, order, split
 from dtrain.messages import Batch
 from tests.machines.helpers import refuses
 from tests.sim import state_of

@@ -37,6 +37,7 @@ from dtrain.machines.jobs import (
     Stop,
     Tick,
     WorkerLost,
+    lead_shard,
 )
 from dtrain.machines.ledger import Ledger
 from dtrain.messages import Batch, Failure
@@ -1076,3 +1077,32 @@ def test_any_sequence_of_events_ends_once_and_for_all(more):
     for host in machine.hosts:
         machine.handle(HostDone(machine.generation, host.address), now)
     assert machine.terminal
+
+
+# -- shards are placed by the chief --------------------------------------------------------------
+
+
+def test_the_chief_says_who_has_which_shard():
+    """They are known from then on: to the status, in the words of a loss, and where it goes on."""
+    machine = JobMachine("j1", LIMITS, 0.0, record)
+    bare = tuple(replace(host, shards=()) for host in HOSTS)
+    tell(machine, Launched(bare), HostReady(1, B))
+    assert [h.shards for h in machine.hosts] == [(), (), ()]
+    begin = Restored(0, "start")
+    tell(machine, HostReady(1, A, restored=begin, placed=(2, 0, 1, 0)), HostReady(1, C))
+    placed = [(1, 3), (2,), (0,)]
+    assert [h.shards for h in machine.hosts] == placed
+    assert machine.host(C).shards == (0,)
+    # Asked again, because the answer was late: nothing changes.
+    tell(machine, HostReady(1, A, restored=begin, placed=(0, 0, 0, 0)))
+    assert [h.shards for h in machine.hosts] == placed
+    tell(machine, *opened(machine), WorkerLost(A))
+    assert machine.story[-1][2].endswith("it had replicas [0] and shards [1, 3]")
+    assert [h.shards for h in machine.origin.hosts] == placed
+    assert lead_shard(machine.origin.hosts) == 1
+
+
+def test_only_the_chief_places_shards():
+    machine = JobMachine("j1", LIMITS, 0.0, record)
+    tell(machine, Launched(HOSTS), HostReady(1, B, restored=Restored(0, "start"), placed=(1, 1)))
+    assert machine.hosts == HOSTS

@@ -6,8 +6,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.machines.cursor import Plan
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.plan import Plan
 
 commits = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 64), st.integers(0, 9)))
 

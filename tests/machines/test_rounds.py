@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import FencedError
-from dtrain.machines.cursor import Plan
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.plan import Plan
 from dtrain.machines.rounds import Rounds, Totals
-from dtrain.messages import Contribution, Decide, Pushed, Reduced, Verdict
-from tests.machines.helpers import refuses
+from dtrain.messages import Closed, Contribution, Decide, Pushed, Reduced, Verdict
+from tests.machines.helpers import ignores, refuses
 
 #: Replica 0 has one batch in an epoch, replica 1 has two: the second step is replica 1's alone.
 PLAN = Plan(rows=5, replicas=2, batch_size=2, epochs=3)
@@ -262,3 +262,157 @@ def test_the_counters_of_the_steps_before_are_kept():
         applied=8, samples=[5, 6], duplicates=4, replayed=2, staleness=Counter({0: 8})
     )
     assert machine.take_totals() == Totals(2.5, 3.0, 6)
+
+
+# -- a step with a problem is passed over ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "problem"), [(math.nan, None), (3.0, "a gradient is not finite")])
+def test_a_skipped_step_is_rejected_and_the_next_one_begins(loss, problem):
+    machine = rounds()
+    machine.skip = True
+    commit(machine, part(0, loss=2.0), part(1, loss=4.0))
+    before = replace(machine.totals)
+    machine.handle(pushed(1, part(1, loss=loss)), 0.0)
+    machine.handle(Reduced(3, 1, 0), 0.0)
+    (decide,) = machine.handle(Reduced(3, 1, 1, problem), 0.0)
+    verdict = decide.verdict
+    assert (verdict.ok, verdict.applied, verdict.members) == (True, False, (1,))
+    assert verdict.problem == (
+        problem or "the loss of replica 1 is nan at step 1 (partition 1, batch 0)"
+    )
+    assert machine.step == 2
+    assert (machine.ledger.applied, machine.ledger.rejected) == (2, 1)
+    assert machine.ledger.samples == [4]
+    assert (machine.totals, machine.loss) == (before, 3.0)
+    # Asked again it is the same one, and the next step is as any other.
+    assert machine.handle(Reduced(3, 1, 1), 0.0) == [decide]
+    assert commit(machine) == Verdict(3, 2, (0, 1), 2.0, True)
+    assert machine.ledger.samples == [4, 4]
+
+
+def test_whether_a_step_is_skipped_is_told_when_it_is_made():
+    machine = Rounds(3, 0, 1, 2, PLAN.members, lambda step: 0, skip=True)
+    machine.handle(pushed(0, part(0), part(1)), 0.0)
+    (decide,) = machine.handle(Reduced(3, 0, 0, "not finite"), 0.0)
+    assert decide == Decide(Verdict(3, 0, (0, 1), 2.0, True, "not finite", applied=False))
+
+
+def test_a_step_that_is_not_skipped_is_neither_gone_on_from_nor_applied():
+    machine = rounds()
+    machine.handle(pushed(0, part(0), part(1)), 0.0)
+    machine.handle(Reduced(3, 0, 0), 0.0)
+    (decide,) = machine.handle(Reduced(3, 0, 1, "not finite"), 0.0)
+    assert (decide.verdict.ok, decide.verdict.applied) == (False, False)
+
+
+# -- with backups ------------------------------------------------------------------------------
+
+
+def with_backups(step=0):
+    """Four replicas and two shards; who makes a step is known once it is closed."""
+    machine = Rounds(3, step, 2, 4, lambda step: None, lambda step: step // 4)
+    assert machine.expected is None
+    return machine
+
+
+def test_no_verdict_before_the_step_is_closed_whatever_else_is_there():
+    events = [
+        *(pushed(0, part(i, loss=i)) for i in (0, 2, 3)),
+        Closed(3, 0, (0, 2)),
+        Reduced(3, 0, 0),
+        Reduced(3, 0, 1),
+    ]
+    for arrival in permutations(events):
+        machine = with_backups()
+        decided = None
+        for n, event in enumerate(arrival):
+            assert machine.missing() == () or Closed(3, 0, (0, 2)) in arrival[:n]
+            answer = machine.handle(event, 0.0)
+            if decided is None and answer:
+                assert {*events} - {*arrival[: n + 1]} <= {events[2]}
+                (decided,) = answer
+        assert decided == Decide(Verdict(3, 0, (0, 2), 2.0, True))
+        assert machine.loss == 1.0
+        assert machine.ledger == Ledger(applied=2, samples=[4], staleness=Counter({0: 2}))
+        assert machine.expected is None
+        assert machine.arrived == {}
+
+
+def test_it_waits_for_the_members_and_drops_the_others():
+    machine = with_backups()
+    machine.handle(pushed(0, part(3)), 0.0)
+    machine.handle(pushed(0, part(1)), 0.0)
+    assert machine.missing() == ()
+    assert machine.handle(Closed(3, 0, (0, 1)), 0.0) == []
+    assert machine.missing() == (0,)
+    assert set(machine.arrived) == {1}
+    ignores(machine, pushed(0, part(2)))
+    ignores(machine, Closed(3, 0, (0, 1)))
+    assert machine.ledger.duplicates == 0
+
+
+def test_a_gradient_may_be_many_steps_late_and_is_no_repeat():
+    machine = with_backups()
+    for step in range(4):
+        machine.handle(Closed(3, step, (0, 1)), 0.0)
+        commit(machine, part(0), part(1))
+    ignores(machine, pushed(0, part(3)))
+    ignores(machine, pushed(1, part(0)))
+    before = replace(machine.ledger)
+    assert machine.handle(pushed(3, part(3)), 0.0) == [Decide(machine.verdicts[3])]
+    assert machine.ledger == before
+    machine.handle(pushed(3, part(1), part(2)), 0.0)
+    assert machine.ledger.duplicates == 1
+    assert machine.handle(Closed(3, 3, (0, 1)), 0.0) == [Decide(machine.verdicts[3])]
+
+
+@pytest.mark.parametrize(
+    ("event", "match"),
+    [
+        (Closed(3, 2, ()), r"found members \[\], expected some of \[0, 1, 2, 3\], in this order"),
+        (Closed(3, 2, (1, 0)), r"found members \[1, 0\]"),
+        (Closed(3, 2, (0, 0)), r"found members \[0, 0\]"),
+        (Closed(3, 2, (0, 4)), r"found members \[0, 4\]"),
+        (Closed(3, 3, (0, 1)), "Closed of step 3: expected step 2"),
+        (Closed(3, -1, (0, 1)), "Closed of step -1: expected step 2"),
+        (Closed(3, 1, (0, 2)), r"found members \[0, 2\], expected \[0, 1\]"),
+        (pushed(2, part(4)), r"replica 4 takes no part in it, expected one of \[0, 1, 2, 3\]"),
+        (pushed(3, part(0)), "Pushed of step 3: expected step 2"),
+        (pushed(-1, part(0)), "Pushed of step -1: expected step 2"),
+        (Reduced(3, -1, 0), "Reduced of step -1: expected step 2"),
+    ],
+)
+def test_illegal_events_of_a_step_with_backups_change_nothing(event, match):
+    machine = with_backups()
+    for step in range(2):
+        machine.handle(Closed(3, step, (0, 1)), 0.0)
+        commit(machine, part(0), part(1))
+    machine.handle(pushed(2, part(0)), 0.0)
+    refuses(machine, event, match=match)
+    refuses(machine, replace(event, generation=2), FencedError, match="of generation 2, expected 3")
+
+
+def test_a_step_is_closed_once():
+    machine = with_backups()
+    machine.handle(Closed(3, 0, (0, 1)), 0.0)
+    refuses(machine, Closed(3, 0, (0, 2)), match=r"found members \[0, 2\], expected \[0, 1\]")
+    # So is one whose members the plan knows.
+    refuses(rounds(), Closed(3, 0, (0,)), match=r"found members \[0\], expected \[0, 1\]")
+    assert rounds().handle(Closed(3, 0, (0, 1)), 0.0) == []
+
+
+def test_a_skipped_step_rejects_the_members_alone():
+    machine = Rounds(3, 0, 1, 4, lambda step: None, lambda step: 0, skip=True)
+    machine.handle(pushed(0, *map(part, range(3))), 0.0)
+    machine.handle(Closed(3, 0, (0, 2)), 0.0)
+    (decide,) = machine.handle(Reduced(3, 0, 0, "not finite"), 0.0)
+    assert decide == Decide(Verdict(3, 0, (0, 2), 2.0, True, "not finite", applied=False))
+    assert (machine.ledger.applied, machine.ledger.rejected, machine.step) == (0, 2, 1)
+
+
+def test_the_loss_of_one_that_is_no_member_is_nobodys_problem():
+    machine = with_backups()
+    machine.handle(pushed(0, part(3, loss=math.nan)), 0.0)
+    machine.handle(Closed(3, 0, (0, 1)), 0.0)
+    assert commit(machine, part(0), part(1)).ok

@@ -7,9 +7,20 @@ from dataclasses import replace
 import pytest
 
 from dtrain.errors import FencedError
-from dtrain.machines.cursor import Plan
+from dtrain.machines.plan import Plan
 from dtrain.machines.shard import LEGAL, Phase, ShardMachine
-from dtrain.messages import Abandon, Contribution, Flip, Pushed, Reduce, Reduced, Report, Verdict
+from dtrain.messages import (
+    Abandon,
+    Closed,
+    Contribution,
+    Flip,
+    Keep,
+    Pushed,
+    Reduce,
+    Reduced,
+    Report,
+    Verdict,
+)
 from tests.machines.helpers import ignores, refuses
 
 #: Replica 0 has one batch in an epoch, replica 1 has two: the second step is replica 1's alone.
@@ -42,7 +53,12 @@ def shard(phase=Phase.GATHERING, version=2):
     return machine
 
 
-EVENTS = {Pushed: pushed(2, 0, 1), Reduced: Reduced(3, 2, 1), Verdict: verdict(2)}
+EVENTS = {
+    Pushed: pushed(2, 0, 1),
+    Closed: Closed(3, 2, (0, 1)),
+    Reduced: Reduced(3, 2, 1),
+    Verdict: verdict(2),
+}
 
 
 def test_a_step_from_the_first_gradient_to_the_flip():
@@ -91,6 +107,7 @@ def test_the_table_says_what_it_should():
     words = {kind.__name__: {phase.name for phase in phases} for kind, phases in LEGAL.items()}
     assert words == {
         "Pushed": {"GATHERING", "REDUCING", "REPORTED"},
+        "Closed": {"GATHERING", "REDUCING", "REPORTED"},
         "Reduced": {"REDUCING"},
         "Verdict": {"REPORTED"},
     }
@@ -124,6 +141,7 @@ def test_only_what_is_new_of_a_push_is_taken():
 def test_repeats_of_the_committed_step_are_answered_in_every_phase(phase):
     machine = shard(phase)
     ignores(machine, verdict(1))
+    ignores(machine, Closed(3, 1, (1,)))
     again = pushed(1, 0, 1)
     assert machine.new(again) == ()
     assert machine.handle(again, 0.0) == []
@@ -140,6 +158,8 @@ def test_repeats_of_the_committed_step_are_answered_in_every_phase(phase):
         (pushed(0, 1), "Pushed of step 0: expected step 1 or 2"),
         (verdict(3), "Verdict of step 3: expected step 1 or 2"),
         (verdict(0), "Verdict of step 0: expected step 1 or 2"),
+        (Closed(3, 3, (1,)), "Closed of step 3: expected step 1 or 2"),
+        (Closed(3, 0, (1,)), "Closed of step 0: expected step 1 or 2"),
         (Reduced(3, 1, 1), "Reduced of step 1: expected step 2"),
         (Reduced(3, 3, 1), "Reduced of step 3: expected step 2"),
     ],
@@ -163,3 +183,81 @@ def test_who_takes_no_part_is_refused_and_so_is_what_came_with_it():
     machine.handle(verdict(2), 0.0)
     refuses(machine, pushed(3, 1, 0), match=r"replica 0 takes no part in it, expected one of \[1\]")
     refuses(machine, pushed(3, 5), match="replica 5 takes no part")
+
+
+def test_a_step_that_is_not_applied_keeps_what_was_and_moves_on():
+    machine = shard(Phase.REPORTED)
+    skipped = replace(verdict(2), applied=False, problem="not finite")
+    assert machine.handle(skipped, 0.0) == [Keep(3)]
+    assert (machine.version, machine.phase, machine.gathered) == (3, Phase.GATHERING, {})
+    ignores(machine, skipped)
+    assert machine.handle(pushed(3, 1), 0.0) == [Reduce(3, (1,), (1.0,))]
+
+
+# -- with backups ------------------------------------------------------------------------------
+
+
+def open_shard(version=2):
+    """A shard whose steps have members only once they are closed."""
+    machine = ShardMachine(1, 3, version, lambda step: None)
+    assert machine.expected is None
+    return machine
+
+
+def test_a_step_sums_the_gradients_of_those_that_it_is_closed_with():
+    machine = open_shard()
+    for i in (5, 0, 3):
+        assert machine.handle(pushed(2, i), 0.0) == []
+    assert machine.missing == ()
+    assert machine.handle(Closed(3, 2, (0, 3)), 0.0) == [Reduce(2, (0, 3), (1.0, 1.0))]
+    assert set(machine.gathered) == {0, 3}, "who is no member has left something"
+    # Another comes too late, and what is closed is closed.
+    ignores(machine, pushed(2, 1))
+    ignores(machine, pushed(2, 5))
+    ignores(machine, Closed(3, 2, (0, 3)))
+    refuses(machine, Closed(3, 2, (0, 5)), match=r"found members \[0, 5\], expected \[0, 3\]")
+    machine.handle(Reduced(3, 2, 1), 0.0)
+    ignores(machine, Closed(3, 2, (0, 3)))
+    assert machine.handle(verdict(2), 0.0) == [Flip(3)]
+    assert machine.expected is None
+
+
+def test_a_closed_step_waits_for_its_members_and_takes_nobody_else():
+    machine = open_shard()
+    assert machine.handle(pushed(2, 4), 0.0) == []
+    assert machine.handle(Closed(3, 2, (0, 4)), 0.0) == []
+    assert machine.missing == (0,)
+    assert machine.new(pushed(2, 1)) == ()
+    ignores(machine, pushed(2, 1))
+    assert [c.replica for c in machine.new(pushed(2, 0, 1, 4))] == [0]
+    assert machine.handle(pushed(2, 0, 1, 4), 0.0) == [Reduce(2, (0, 4), (1.0, 1.0))]
+    assert machine.repeated == 1, "the late one is no repeat"
+
+
+@pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.REDUCING, Phase.REPORTED])
+def test_a_gradient_may_be_many_steps_late(phase):
+    machine = open_shard(version=7)
+    if phase is not Phase.GATHERING:
+        machine.handle(pushed(7, 0), 0.0)
+        machine.handle(Closed(3, 7, (0,)), 0.0)
+    if phase is Phase.REPORTED:
+        machine.handle(Reduced(3, 7, 1), 0.0)
+    assert machine.phase is phase
+    for step in (0, 3, 6):
+        assert machine.new(pushed(step, 1)) == ()
+        ignores(machine, pushed(step, 1))
+    for event in (pushed(8, 1), pushed(-1, 1)):
+        refuses(machine, event, match="expected step 6 or 7")
+
+
+@pytest.mark.parametrize("members", [(), (3, 0), (0, 0), (-1, 0)])
+def test_a_step_is_not_closed_with_nobody_or_with_nonsense(members):
+    machine = open_shard()
+    machine.handle(pushed(2, 0), 0.0)
+    refuses(machine, Closed(3, 2, members), match="expected some, in their order")
+
+
+def test_a_step_with_members_of_its_own_is_closed_with_none_other():
+    machine = shard()
+    ignores(machine, Closed(3, 2, (0, 1)))
+    refuses(machine, Closed(3, 2, (1,)), match=r"found members \[1\], expected \[0, 1\]")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.machines.cursor import Cursor, Plan
+from dtrain.machines.cursor import Cursor
 from dtrain.machines.jobs import (
     Change,
     HostDone,
@@ -29,6 +29,7 @@ from dtrain.machines.jobs import (
 )
 from dtrain.machines.ledger import Ledger
 from dtrain.machines.membership import Beat, Finding, Membership, Presence, Probed
+from dtrain.machines.plan import Plan
 from dtrain.machines.rounds import Rounds
 from dtrain.machines.shard import Phase, ShardMachine
 from dtrain.messages import Decide, Flip, Pushed, Reduced, Report, Verdict
@@ -157,7 +158,9 @@ class FlipsRefused(ShardMachine):
     """Takes every verdict for a commit."""
 
     def handle(self, event, now):
-        return super().handle(replace(event, ok=True) if isinstance(event, Verdict) else event, now)
+        if isinstance(event, Verdict):
+            event = replace(event, ok=True, applied=True)
+        return super().handle(event, now)
 
 
 class TakesOldGradients(ShardMachine):
@@ -252,16 +255,16 @@ class WaitsForNoShard(Rounds):
 class BlindToNan(Rounds):
     """Commits whatever the shards and the losses are."""
 
-    def _problem(self):
+    def _problem(self, members):
         return None
 
 
 class LosesTheLoss(Rounds):
     """The loss of a step is not in its epoch's."""
 
-    def _decide(self):
+    def _decide(self, members):
         before = self.totals.loss
-        verdict = super()._decide()
+        verdict = super()._decide(members)
         self.totals.loss = before
         return verdict
 
@@ -284,7 +287,7 @@ class ForgetsAnswers(Cursor):
     """Who asks again gets another batch."""
 
     def handle(self, event, now):
-        at = self._replicas + event.replica * 5
+        at = self._at(event.replica)
         requests, answered = self.state[at], self.state[at + 1]
         if requests - 1 == event.request and answered:
             self.state[at], self.state[at + 1] = requests - 1, 0

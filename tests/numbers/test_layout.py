@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from dtrain.arrays import ALIGNMENT, address, aligned_bytes, to_numpy
 from dtrain.errors import SpecError
-from dtrain.layout import BLOCK_ELEMENTS, Layout, Segment
+from dtrain.layout import BLOCK_ELEMENTS, BLOCKS, Layout, Segment
 
 shapes = st.one_of(
     st.just(()),
@@ -108,22 +109,26 @@ def test_blocks_tile_the_buffer_in_whole_rows(params):
         stop = min(block.stop, v.offset + v.nbytes)
         assert (stop - v.offset) % row == 0
         assert stop > block.start
-        elements = (stop - block.start) // array.itemsize
-        assert elements <= max(4 * BLOCK_ELEMENTS, row // array.itemsize)
-        if row // array.itemsize <= BLOCK_ELEMENTS // 16:
+        size = stop - block.start
+        fair = min(max(layout.nbytes // BLOCKS, ALIGNMENT), BLOCK_ELEMENTS * array.itemsize)
+        assert size <= max(fair, row)
+        if row * ALIGNMENT // math.gcd(row, ALIGNMENT) <= fair:
             assert block.start % ALIGNMENT == 0
-            assert elements <= BLOCK_ELEMENTS
     assert end == layout.nbytes
 
 
-def test_blocks_depend_on_their_variable_alone():
-    big = np.zeros((1000, 100), "float32")
-    alone = Layout.of({"big": big})
-    behind = Layout.of({"first": np.zeros(17, "float32"), "big": big})
-    offset = behind.variables[1].offset
-    relative = [(b.start - offset, b.stop - offset) for b in behind.blocks if b.variable == "big"]
-    assert relative == [(b.start, b.stop) for b in alone.blocks]
-    assert len(relative) == 4
+def test_blocks_follow_the_size_of_the_model():
+    """Of a small one there are enough to share evenly; of a large one all are full."""
+
+    def sizes(rows):
+        blocks = Layout.of({"w": np.zeros((rows, 64), "float32")}).blocks
+        return [b.stop - b.start for b in blocks[:-1]]
+
+    assert set(sizes(8)) == {64 * 4}  # a row is the least
+    assert set(sizes(1000)) == {7 * 64 * 4}  # 1 / 128 would be 7.8 rows
+    assert set(sizes(1 << 18)) == {BLOCK_ELEMENTS * 4}
+    vector = Layout.of({"b": np.zeros(1000, "float32")}).blocks
+    assert {b.stop - b.start for b in vector[:-1]} == {ALIGNMENT}
 
 
 def test_very_long_rows_are_blocks_of_their_own():
@@ -203,3 +208,20 @@ def test_views_of_read_only_memory_are_read_only():
     buffer = aligned_bytes(layout.nbytes)
     buffer.flags.writeable = False
     assert not any(view.flags.writeable for view in layout.views(buffer).values())
+
+
+def test_what_blocks_belong_to_and_where_they_begin():
+    layout = Layout.of(
+        {
+            "a": np.zeros((300, 7), np.float32),
+            "b": np.zeros(40, np.float64),
+            "c": np.zeros(9, np.float32),
+        }
+    )
+    names = [layout.variables[i].name for i in layout.block_variables]
+    assert names == [block.variable for block in layout.blocks]
+    assert len(layout.block_starts) == len(layout.segments) == 2
+    for segment, starts in zip(layout.segments, layout.block_starts, strict=True):
+        size = np.dtype(segment.dtype).itemsize
+        found = [int(s) * size + segment.start for s in starts]
+        assert found == [b.start for b in layout.blocks if b.dtype == segment.dtype]

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from dtrain import optim
 from dtrain.errors import SpecError
 from dtrain.optim import Optimizer, Schedule, exponential, linear, piecewise, warmup_cosine
+from dtrain.optim._base import KINDS
+from tests.numbers import training
 
 SCHEDULES = [
     warmup_cosine(1e-3, 100, 1000),
@@ -172,16 +174,16 @@ def test_the_first_update_uses_the_first_rate():
         assert params.tolist() == [value] * 3
 
 
-@pytest.mark.parametrize("kind", optim._KINDS)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"chain"}))
 def test_a_rate_of_zero_leaves_the_parameters(kind):
-    made = optim.from_name(kind, lr=warmup_cosine(0.1, 5, 10), weight_decay=0.1)
+    decay = {} if kind == "ftrl" else {"weight_decay": 0.1}
+    made = optim.from_name(kind, lr=warmup_cosine(0.1, 5, 10), **decay)
     params = np.linspace(-1, 1, 9)
-    slots, scratch = made.init(params), optim.make_scratch(made, "float64")
-    found = params.copy()
-    optim.apply(made, 1, np.ones(9), found, slots, found, slots, scratch)
+    slots, found = made.init(params), params.copy()
+    training.step(made, 1, np.ones(9), found, slots, found, slots)
     assert found.tobytes() == params.tobytes()
-    optim.apply(made, 2, np.ones(9), found, slots, found, slots, scratch)
-    assert (found < params).all()
+    training.step(made, 2, np.ones(9), found, slots, found, slots)
+    assert (found != params).all()
 
 
 @each
@@ -201,7 +203,7 @@ def test_a_schedule_is_a_value(schedule):
 
 
 @each
-@pytest.mark.parametrize("kind", optim._KINDS)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"chain"}))
 def test_it_travels_in_its_optimizer(kind, schedule):
     optimizer = optim.from_name(kind, lr=schedule)
     plain = json.loads(json.dumps(optimizer.to_dict()))

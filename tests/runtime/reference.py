@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtrain.machines.cursor import Plan, order
+from dtrain.machines.plan import Plan, order
 
 
 def batches(plan: Plan, X, y, *, seed: int, shuffle: bool, steps: int):

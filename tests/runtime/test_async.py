@@ -47,6 +47,28 @@ def test_digits_on_processes(digits, transport):
         check_digits(digits, client)
 
 
+def lead_last(sizes, workers):
+    """All shards but the last are at the last worker: that one is the lead shard."""
+    return [len(workers) - 1] * (len(sizes) - 1) + [0]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_the_lead_is_the_first_shard_of_the_chief_whichever_that_is(digits, transport):
+    X, y = digits
+    with processes(2, **{"dtrain.transport": transport}) as client:
+        handle = dtrain.submit(
+            MLP([64, 128, 10]), X, y, mode=dtrain.Async(), epochs=3, shards=4,
+            placement=lead_last, client=client,
+        )  # fmt: skip
+        handle.wait(timeout=60, progress=False)
+        status, result = handle.status(), handle.result()
+    assert len({status["shards"][s] for s in "012"}) == 1
+    assert status["shards"]["3"] == status["replicas"]["0"] != status["shards"]["0"]
+    assert result.ledger.samples == [1797] * 3
+    assert result.ledger.applied == result.version == sum(result.ledger.staleness.values())
+
+
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (1, 3), (5, 2), (2, 4)])
 def test_accounts_add_up(threaded, replicas, shards):
     """More replicas than workers, ragged parts, several shards."""

@@ -146,7 +146,7 @@ def test_targets_in_a_column(threaded):
 
 def test_validation_rows_are_held_out(threaded):
     """A split's loss is that of exactly the seeded random rows, and they are not trained on."""
-    from dtrain.machines.cursor import split
+    from dtrain.machines.plan import split
 
     result = fit(threaded, validation_split=0.3, seed=4)
     train, valid = split(400, 0.3, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 
@@ -107,6 +108,41 @@ def test_user_exception_that_cannot_travel_comes_as_words(threaded):
 def test_init_that_raises(threaded):
     with pytest.raises(RuntimeError, match="no weights today"):
         fit(threaded, NoInit())
+
+
+def nowhere(sizes, workers):
+    raise LookupError("no place today")
+
+
+def too_few(sizes, workers):
+    return [0]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (nowhere, LookupError, "no place today"),
+        (
+            too_few,
+            dtrain.SpecError,
+            r"returned \[0\], expected 2 indices, one for each shard, from",
+        ),
+        (lambda s, w: [1, 1], dtrain.SpecError, "expected at least one shard at worker 0, inproc:"),
+        (lambda s, w: [0, 2], dtrain.SpecError, "expected 2 indices.*from 0 to 1 .2 workers."),
+    ],
+)
+def test_a_placement_that_cannot_be_fails_the_job(threaded, function, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        fit(threaded, shards=2, placement=function)
+    assert "placement of the shards" in "".join(caught.value.__notes__)
+    job = dtrain.jobs(threaded)[-1].status()
+    assert (job["state"], job["reason"]) == ("FAILED", "USER_ERROR")
+
+
+def test_a_placement_that_cannot_be_pickled_is_refused(threaded):
+    lock = threading.Lock()
+    with pytest.raises(dtrain.SpecError, match="placement: found a function that cannot be pickl"):
+        fit(threaded, placement=lambda sizes, workers: lock and [0])
 
 
 @pytest.mark.parametrize(
@@ -372,8 +408,11 @@ def test_why_waiting_names_the_one_that_is_waited_for(threaded):
     GATE.clear()
     handle = dtrain.submit(Stuck(), x, Y, batch_size=10, replicas=2, client=threaded)
     try:
-        until(lambda: "replica 1" in handle.why_waiting(), 8, "the stalled replica is not named")
-        assert "step 0" in handle.why_waiting()
+        until(
+            lambda: re.search("step 0 .*replica 1 on worker", handle.why_waiting()),
+            8,
+            "the stalled replica is not named",
+        )
         # It hangs in user code: the job ends all the same, and says where it hangs.
         handle.cancel()
         assert handle.wait(timeout=10) == "CANCELLED"

@@ -47,6 +47,25 @@ def test_it_goes_on_as_if_it_had_never_stopped(threaded, place, changes):
     assert resumed.ledger.samples == [90] * 4
 
 
+def test_where_shards_are_cut_does_not_matter(threaded, place, monkeypatch):
+    """Blocks of another size, as another version may have them, and as many shards as before."""
+    assert dtrain.checkpoints.find(place.dir)[0]["step"] == 7
+    whole = fit(threaded)
+    monkeypatch.setattr("dtrain.layout.BLOCKS", 2)
+    assert bits(fit(threaded, checkpoint=place, resume=True)) == bits(whole)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_nor_in_asynchronous_mode(threaded, tmp_path, monkeypatch, shards):
+    where = dtrain.Checkpoint(tmp_path / "free", every=1000)
+    changes = {"mode": dtrain.Async(), "checkpoint": where}
+    fit(threaded, steps=7, **changes)
+    monkeypatch.setattr("dtrain.layout.BLOCKS", 2)
+    resumed = fit(threaded, resume=True, shards=shards, **changes)
+    assert resumed.ledger.samples == [90] * 4
+    assert resumed.version == resumed.ledger.applied
+
+
 def test_once_more_when_all_is_done_changes_nothing(threaded, place):
     first = fit(threaded, checkpoint=place, resume=True)
     assert bits(fit(threaded, checkpoint=place, resume=True)) == bits(first)

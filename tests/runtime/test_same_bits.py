@@ -44,6 +44,43 @@ def test_shards(digits, threaded, base, shards):
     assert bits(job(digits, threaded, shards=shards)) == base
 
 
+def last_first(sizes, workers):
+    """The chief, which is the first worker, has the last shard alone."""
+    others = [1 + shard % (len(workers) - 1) for shard in range(len(sizes) - 1)]
+    return [*others, 0]
+
+
+#: How the variables may be cut and placed.
+PLACED = [
+    {"partitioner": partitioner, "placement": placement, "shards": None}
+    for partitioner in (
+        dtrain.FixedShards(5),
+        dtrain.MinSize("4kB", max_shards=3),
+        dtrain.MaxSize("5 kiB"),
+    )
+    for placement in ("greedy", "round-robin", last_first)
+]
+
+
+@pytest.mark.parametrize("placed", PLACED)
+def test_partitioners_and_placements(digits, threaded, base, placed):
+    assert bits(job(digits, threaded, **placed)) == base
+
+
+def test_a_placement_in_graph(digits, threaded, base):
+    placed = {"replication": "in-graph", "epochs": 1, "shards": 5}
+    expected = bits(job(digits, threaded, **placed))
+    assert bits(job(digits, threaded, placement=last_first, **placed)) == expected
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_partitioners_and_placements_on_processes(digits, base, transport):
+    with processes(3, **{"dtrain.transport": transport}) as client:
+        for placed in PLACED:
+            assert bits(job(digits, client, **placed)) == base
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", ["auto", "comm"])
 @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)])

@@ -176,7 +176,7 @@ class own_scheduler:
 
     def __exit__(self, *error):
         self._client.close()
+        # The scheduler last: a worker that it tells to close while a signal does so waits for ever.
         for process in reversed(self._processes):
             process.terminate()
-        for process in self._processes:
             process.wait(timeout=20)

@@ -752,6 +752,19 @@ def test_who_answers(scheme, monkeypatch):
     assert not segment.answers(address)
 
 
+def test_one_that_takes_a_connection_and_drops_it_does_not_answer():
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"tcp://localhost:{server.getsockname()[1]}"
+        dropping = threading.Thread(target=lambda: server.accept()[0].close())
+        dropping.start()
+        assert not segment.answers(address)
+        dropping.join(10)
+        greeting = threading.Thread(target=lambda: server.accept()[0].sendall(b"x"))
+        greeting.start()
+        assert segment.answers(address)
+        greeting.join(10)
+
+
 def test_who_answers_at_other_addresses():
     if socket.has_ipv6:
         with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
@@ -1049,11 +1062,11 @@ def test_no_two_writers_share_a_cache_line_and_nothing_overlaps(sync):
     lines += [plan.replica_line + i * shmfile.LINE for i in range(3)]
     lines += [plan.mark_line + i * shmfile.LINE for i in range(3)]
     lines += [plan.shard_line + i * shmfile.LINE for i in range(2)]
-    lines.append(plan.cursor)
+    lines += [plan.turns, *plan.halves]
     assert [line * 8 % 64 for line in lines] == [0] * len(lines)
     assert lines == sorted(lines)
     assert lines[0] * 8 >= segment.TOKEN
-    assert (lines[-1] + plan.cursor_words) * 8 <= plan.header
+    assert (lines[-1] + plan.turn_words) * 8 <= plan.header
     parts = [*plan.params, *(at for slots in plan.slots for at in slots.values()), *plan.grads]
     assert len(parts) == (2 * 3 + 3 if sync else 3)
     ends = [*sorted(parts)[1:], plan.nbytes]

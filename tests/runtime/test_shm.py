@@ -24,9 +24,9 @@ from dtrain.layout import Layout
 from dtrain.models import MLP, Linear
 from dtrain.partition import partition
 from dtrain.runtime import worker as worker_module
-from dtrain.runtime.shards import Updater
 from dtrain.runtime.transport import meeting, segment
 from dtrain.runtime.transport.shmfile import FilePlan
+from dtrain.runtime.updater import Updater
 from tests.conftest import until
 
 from .conftest import processes
@@ -453,7 +453,9 @@ def test_cancel_while_waiting(forked, tmp_path):
     """Who waits in shared memory leaves at once, and the file goes with him."""
     with patched(forked, no_second_look):
         handle = endless(forked, Gated(tmp_path / "gate"), MARKED, replicas=2)
-        until(lambda: "replica 1" in handle.why_waiting(), 10, "replica 1 is not waited for")
+        until(
+            lambda: "replica 1 on worker" in handle.why_waiting(), 10, "replica 1 is not waited for"
+        )
         file = shared(handle)
         assert sum(str(file) in mapped for mapped in forked.run(maps).values()) == 2
         handle.cancel()
@@ -764,7 +766,11 @@ def test_a_cluster_that_closes_in_mid_job(stuck, tmp_path):
         handle = endless(client, model, MARKED, replicas=2)
         if stuck:
             until(lambda: shared(handle), 10, "no file")
-            until(lambda: "replica 1" in handle.why_waiting(), 10, "replica 1 is not waited for")
+            until(
+                lambda: "replica 1 on worker" in handle.why_waiting(),
+                10,
+                "replica 1 is not waited for",
+            )
         else:
             reaches(handle, 20)
         assert files(handle)
@@ -778,7 +784,8 @@ def test_a_worker_that_closes_while_all_are_in_user_code(tmp_path):
     with processes(2) as client:
         handle = endless(client, Gated(tmp_path / "never"), marked, replicas=2)
         for replica in ("replica 0", "replica 1"):
-            until(lambda r=replica: r in handle.why_waiting(), 10, f"{replica} is not waited for")
+            named = f"{replica} on worker"
+            until(lambda n=named: n in handle.why_waiting(), 10, f"{replica} is not waited for")
         assert files(handle)
     gone(handle)
 

@@ -169,7 +169,7 @@ class AsyncWorld(World):
 
     def asked(self, cursor: Cursor, replica: int) -> int:
         """The number of a replica's last request."""
-        return cursor.state[cursor._replicas + replica * 5] - 1
+        return cursor.requested(replica) - 1
 
     def command(self, event: Any, repeat: bool = False) -> bool:
         taken = super().command(event, repeat)

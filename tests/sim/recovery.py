@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dtrain.machines.cursor import Plan
+from dtrain.machines.plan import Plan
 from dtrain.machines.shard import Phase
 
 #: What a replica's word of an asynchronous file says of a request.

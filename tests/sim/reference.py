@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from dtrain.machines.cursor import order
+from dtrain.machines.plan import order
 from tests.sim.settings import WIDTH
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.machines.cursor import Cursor, Plan
+from dtrain.machines.cursor import Cursor
 from dtrain.machines.jobs import JobMachine, Limits, State
 from dtrain.machines.ledger import Ledger
 from dtrain.machines.membership import Membership
+from dtrain.machines.plan import Plan
 from dtrain.machines.rounds import Rounds
 from dtrain.machines.shard import ShardMachine
 from tests.sim.recovery import Recovery

@@ -14,7 +14,6 @@ from typing import Any
 from dtrain import metrics
 from dtrain.errors import FencedError, ProtocolError
 from dtrain.machines import jobs, membership
-from dtrain.machines.cursor import order
 from dtrain.machines.jobs import (
     HostDone,
     HostFailed,
@@ -29,7 +28,9 @@ from dtrain.machines.jobs import (
     WorkerLost,
 )
 from dtrain.machines.membership import Finding, Hello, Joined, Left, Presence
+from dtrain.machines.plan import order
 from dtrain.messages import Batch, Failure
+from dtrain.partition import assign
 from dtrain.runtime.placement import place
 from tests.sim.checks import Checks
 from tests.sim.faults import Faults
@@ -284,6 +285,8 @@ class World(Faults, Checks, Network):
 
     def launch(self, ready: list[membership.Member]) -> None:
         hosts = place(ready, self.settings.replicas, self.settings.shards, {})
+        where = assign([1] * self.settings.shards, [h.address for h in hosts], "round-robin")
+        hosts = jobs.with_shards(hosts, where)
         self.chosen(hosts)
         job = self.job
         self.generations[job.generation] = Generation(job.generation, hosts, job.origin, job.ledger)

@@ -69,6 +69,9 @@ _NAP = 1e-3
 _ANSWER = 1.0
 _ANSWERS = 3.0
 
+#: Seconds for which a connection is to hold: that of a process being killed is taken, and reset.
+_HOLDS = 0.5
+
 #: The most bytes of an owner's address that are read.
 _ADDRESS = 1000
 
@@ -405,7 +408,10 @@ def _owner(held: Path) -> str:
 
 
 def answers(address: str) -> bool:
-    """Whether something takes connections at an address of Dask, within a second."""
+    """Whether something takes connections at an address of Dask, within a second, and holds them.
+
+    A Dask scheduler speaks first, but not where TLS or HTTP is spoken, and not if it is busy.
+    """
     scheme, _, rest = address.partition("://")
     if scheme == "inproc":
         return _lives(rest)
@@ -417,7 +423,10 @@ def answers(address: str) -> bool:
         place = parts.hostname, parts.port
         if place[0] is None or place[1] is None:
             return False
-        socket.create_connection((place[0], place[1]), timeout=_ANSWER).close()
+        with socket.create_connection((place[0], place[1]), timeout=_ANSWER) as connection:
+            connection.settimeout(_HOLDS)
+            with suppress(TimeoutError):
+                return bool(connection.recv(1))
     except (OSError, ValueError):
         return False
     return True

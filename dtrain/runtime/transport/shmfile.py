@@ -7,7 +7,10 @@ into the old file, which nobody reads any more.
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,10 @@ import numpy as np
 from dtrain.arrays import ALIGNMENT, aligned_bytes
 from dtrain.errors import DeadlineError
 from dtrain.layout import Layout
-from dtrain.machines.cursor import Cursor, Plan
+from dtrain.machines.cursor import Cursor
 from dtrain.machines.ledger import Ledger
+from dtrain.machines.plan import Plan
+from dtrain.machines.quorum import Quorum
 from dtrain.machines.rounds import Totals
 from dtrain.messages import Batch
 from dtrain.optim import Optimizer
@@ -29,7 +34,9 @@ _WORD = 8
 LINE = ALIGNMENT // _WORD
 
 # The words of a line of totals, of which there are two: one is whole while the other is written.
-SUM_LOSS, SUM_WEIGHT, SUM_SAMPLES = range(3)
+# The sums of the epoch, the gradients of the whole job that were applied and rejected, whether the
+# last step was passed over, the epoch of it from 1, and its loss.
+SUM_LOSS, SUM_WEIGHT, SUM_SAMPLES, SUM_APPLIED, SUM_REJECTED, PASSED_OVER, OF_EPOCH, LAST = range(8)
 # The words of a replica's line.
 PUSHED, SAMPLES, PART, BATCH, WEIGHT, LOSS = range(6)
 # The words of a replica's second line: the batch that is in user code (its epoch from 1; 0 if none
@@ -37,10 +44,11 @@ PUSHED, SAMPLES, PART, BATCH, WEIGHT, LOSS = range(6)
 MARK_EPOCH, MARK_PART, MARK_INDEX, APPLYING, APPLIED = range(5)
 # The words of a replica's account of an epoch (asynchronous): the epoch, gradients, sums, and how
 # many gradients there were of each age; the last counts all that are older.
-EPOCH, COUNT, ACC_SAMPLES, ACC_WEIGHT, ACC_LOSS = range(5)
-AGES = 123
-# The words of a shard's line.
-REDUCED, CULPRIT, SHARD_VERSION = range(3)
+EPOCH, COUNT, ACC_SAMPLES, ACC_WEIGHT, ACC_LOSS, ACC_REJECTED = range(6)
+AGES = 122
+# The words of a shard's line.  The last two count stages of the optimizer over all steps: those
+# that somebody has begun, and those that the shard is through; most optimizers have one a step.
+CULPRIT, SHARD_VERSION, BEGUN, THROUGH = range(4)
 #: What a shard's line says where no gradient is to blame, and where only their sum is.
 SOUND, OVERFLOW = -2, -1
 
@@ -48,9 +56,10 @@ SOUND, OVERFLOW = -2, -1
 class FilePlan:
     """Where everything lies in the file; the same in every process.
 
-    Header (token, heads, totals, two lines per replica, a line per shard, the cursor, an account
-    per replica), then the buffers of parameters, the buffers of each slot, and in sync mode a
-    gradient per replica.
+    Header (token, heads, totals, two lines per replica, a line per shard, twice the state of the
+    cursor or the quorum, an account per replica, sums of stages), then the buffers of parameters,
+    the buffers of each slot, in sync mode a gradient per replica, and what one stage of the
+    optimizer leaves for the next.
     """
 
     def __init__(
@@ -65,12 +74,19 @@ class FilePlan:
         self.replica_line = self.fence + 3 * LINE
         self.mark_line = self.replica_line + replicas * LINE
         self.shard_line = self.mark_line + replicas * LINE
-        self.cursor = self.shard_line + shards * LINE
-        self.cursor_words = Cursor.words(replicas)
-        self.account = -(-(self.cursor + self.cursor_words) // LINE) * LINE
-        self.account_words = ACC_LOSS + 1 + AGES
+        self.turns = self.shard_line + shards * LINE
+        self.turn_words = max(Cursor.words(replicas), Quorum.words(replicas))
+        half = -(-self.turn_words // LINE) * LINE
+        #: where the two copies of the numbers begin that whoever has the lock of turns changes
+        self.halves = (self.turns + LINE, self.turns + LINE + half)
+        self.account = self.halves[1] + half
+        self.account_words = ACC_REJECTED + 1 + AGES
         accounts = 0 if sync else replicas * self.account_words
-        header = (self.account + accounts) * _WORD
+        #: the sums that the stages of the optimizer leave, of all blocks: a table for each stage
+        self.stages = optimizer.stages if sync else 1
+        self.sums = self.account + accounts
+        self.sums_shape = (self.stages - 1, optimizer.sums, len(layout.blocks))
+        header = (self.sums + math.prod(self.sums_shape)) * _WORD
         self.header = -(-header // 4096) * 4096
         self.buffers = 2 if sync else 1
         size = -(-layout.nbytes // 4096) * 4096
@@ -81,7 +97,10 @@ class FilePlan:
             self.slots.append({name: at + k * size for k, name in enumerate(optimizer.slots)})
             at += len(optimizer.slots) * size
         self.grads = [at + i * size for i in range(replicas if sync else 0)]
-        self.nbytes = at + len(self.grads) * size
+        at += len(self.grads) * size
+        #: what one stage leaves for the next
+        self.work = at
+        self.nbytes = at + (size if self.stages > 1 else 0)
 
 
 def initialise(memory: Any, plan: FilePlan, state: State) -> None:
@@ -94,19 +113,70 @@ def initialise(memory: Any, plan: FilePlan, state: State) -> None:
         memory[at : at + size] = state.slots[name]
     words = memory[: plan.header].view(np.int64)
     words[plan.version] = words[plan.verdict] = state.step
-    write_totals(words, memory[: plan.header].view(np.float64), plan, state.step, state.totals)
+    reals = memory[: plan.header].view(np.float64)
+    epoch = len(state.history)
+    write_totals(words, reals, plan, state.step, state.totals, state.ledger, epoch=epoch)
     versions = state.versions or [state.step] * plan.shards
     for shard in range(plan.shards):
         words[plan.shard_line + shard * LINE + CULPRIT] = SOUND
         words[plan.shard_line + shard * LINE + SHARD_VERSION] = versions[shard]
+        words[plan.shard_line + shard * LINE + THROUGH] = state.step * plan.stages
     if state.cursor is not None:
-        words[plan.cursor : plan.cursor + plan.cursor_words] = state.cursor
+        Turns(words, plan, len(state.cursor)).store(state.cursor)
 
 
-def write_totals(words: Any, reals: Any, plan: FilePlan, step: int, totals: Totals) -> None:
+class Turns:
+    """The state of a cursor or a quorum, changed as a whole or not at all, whoever dies when.
+
+    There are two copies, and a word that says which of them counts: the other one is written,
+    and then the word.  Who stores has the lock of turns.
+
+    Parameters
+    ----------
+    words : array or memoryview of int64
+        The header of the file.
+    count : int
+        How many numbers the state has.
+    """
+
+    def __init__(self, words: Any, plan: FilePlan, count: int) -> None:
+        self._words = words
+        self._which = plan.turns
+        self._halves = [slice(at, at + count) for at in plan.halves]
+
+    def load(self) -> list[int]:
+        """The numbers as they were stored last; also without the lock."""
+        while True:
+            which = self._words[self._which]
+            found: list[int] = self._words[self._halves[which]].tolist()
+            if self._words[self._which] == which:
+                return found
+
+    def store(self, numbers: Iterable[int]) -> None:
+        other = 1 - self._words[self._which]
+        self._words[self._halves[other]] = array("q", numbers)
+        self._words[self._which] = other
+
+
+def write_totals(
+    words: Any,
+    reals: Any,
+    plan: FilePlan,
+    step: int,
+    totals: Totals,
+    ledger: Ledger,
+    *,
+    applied: bool = True,
+    epoch: int = 0,
+    loss: float = math.nan,
+) -> None:
+    """What belongs to version ``step``, before its verdict is recorded."""
     at = plan.totals[step % 2]
     reals[at + SUM_LOSS], reals[at + SUM_WEIGHT] = totals.loss, totals.weight
     words[at + SUM_SAMPLES] = totals.samples
+    words[at + SUM_APPLIED], words[at + SUM_REJECTED] = ledger.applied, ledger.rejected
+    words[at + PASSED_OVER] = not applied
+    words[at + OF_EPOCH], reals[at + LAST] = epoch + 1, loss
 
 
 class Reader:
@@ -159,10 +229,28 @@ class Reader:
             step = int(self.words[self.file.verdict])
             self._copy(state, slice(None), step % 2)
             state.step, state.totals = step, self._totals(step)
+            at = self.file.totals[step % 2]
+            state.ledger.applied = int(self.words[at + SUM_APPLIED])
+            state.ledger.rejected = int(self.words[at + SUM_REJECTED])
             if self.words[self.file.verdict] == step:
                 return state
             if time.monotonic() > until:
                 raise DeadlineError(f"after {deadline:g} s the file still changes under its reader")
+
+    def with_quorum(self, plan: Plan, deadline: float) -> State:
+        """Likewise, with the state of the quorum; its account is in the ledger."""
+        turns = Turns(self.words, self.file, Quorum.words(self.file.replicas))
+        until = time.monotonic() + deadline
+        while True:
+            numbers, state = turns.load(), self.sync(deadline)
+            # It is stored after the verdict, and knows the step then or one less.
+            if state.step - Quorum(plan, 0, 0, numbers).step in (0, 1):
+                break
+            if time.monotonic() > until:
+                raise DeadlineError(f"after {deadline:g} s the file still changes under its reader")
+        applied = not self.words[self.file.totals[state.step % 2] + PASSED_OVER]
+        state.cursor = Quorum.recovered(plan, numbers, state.step, applied)
+        return state
 
     def pushed(self, step: int) -> int:
         """How many gradients of a step had arrived."""
@@ -180,7 +268,7 @@ class Reader:
 
     # -- asynchronous --------------------------------------------------------------------------
 
-    def asynchronous(self, plan: Plan, epoch: int, deadline: float) -> tuple[State, int]:
+    def asynchronous(self, plan: Plan, epoch: int, lead: int, deadline: float) -> tuple[State, int]:
         """The state, and how many gradients are in it that are not known to be.
 
         First what is known to be applied, then each shard under its lock: a gradient that is
@@ -189,7 +277,7 @@ class Reader:
         """
         file, state = self.file, self._empty()
         held = self._hold(file.shards, deadline)
-        words = self.words[file.cursor : file.cursor + file.cursor_words].tolist()
+        words = Turns(self.words, file, Cursor.words(file.replicas)).load()
         self._let_go(file.shards, held)
         asked = Cursor(plan, 0, words)
         marks = self.words[file.mark_line : file.shard_line].reshape(file.replicas, LINE).tolist()
@@ -199,7 +287,7 @@ class Reader:
         state.cursor = Cursor.recovered(plan, words, done)
         self._accounts(state, epoch)
         state.versions = [self._shard(state, shard, deadline) for shard in range(file.shards)]
-        state.step = state.versions[0]
+        state.step = state.versions[lead]
         return state, len(partly)
 
     def _shard(self, state: State, shard: int, deadline: float) -> int:
@@ -230,9 +318,10 @@ class Reader:
             at = self.file.account + replica * self.file.account_words
             if self.words[at + EPOCH] != epoch + 1:
                 continue
-            ages = self.words[at + ACC_LOSS + 1 : at + self.file.account_words].tolist()
+            ages = self.words[at + ACC_REJECTED + 1 : at + self.file.account_words].tolist()
             samples = int(self.words[at + ACC_SAMPLES])
             ledger.add(epoch, samples, {age: n for age, n in enumerate(ages) if n})
+            ledger.rejected += int(self.words[at + ACC_REJECTED])
             totals.samples += samples
             totals.weight += float(self.reals[at + ACC_WEIGHT])
             totals.loss += float(self.reals[at + ACC_LOSS])

@@ -1,0 +1,1 @@
+"""Sessions: the master's part, the workers', how clients talk to them, and their tasks."""
