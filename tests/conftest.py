@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -87,6 +88,13 @@ def nothing_left_behind() -> Iterator[None]:
         if time.monotonic() > until:
             pytest.fail(f"left behind {GRACE:.0f} s after the test: {left}")
         threading.Event().wait(0.02)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
