@@ -16,7 +16,7 @@ import dtrain
 from tests.conftest import until
 from tests.runtime.conftest import processes
 
-from .harness import files_of, finished, paced, same, submit, told, watch
+from .harness import JOB, files_of, finished, paced, same, submit, told, watch
 
 pytestmark = pytest.mark.cluster
 
@@ -28,19 +28,29 @@ def cluster(workers, **config):
 
 
 @contextmanager
-def going(client, folder, **changes):
+def going(client, folder, replicas=JOB["replicas"], **changes):
     """A job that goes on slowly until the block is over, which then ends with the same bits."""
     hold = folder / "hold"
     hold.write_text("")
-    handle = submit(client, paced(hold=hold), **changes)
+    # Enough steps that it is not over before it is let go, however busy the machine.
+    lasting = dict(replicas=replicas, epochs=3 * JOB["epochs"])
+    handle = submit(client, paced(hold=hold), **lasting, **changes)
     seen = watch(handle, lambda: handle.status()["step"] > 0)
     yield handle, seen
     print(told(handle))
     hold.unlink()
     story = finished(handle, seen)
-    same(story)
+    same(story, **lasting)
     assert story.status["losses"] == 0
     assert not story.said("from (start|checkpoint)")
+
+
+def runs(process):
+    """Whether it is there; one that has ended and that no parent has asked after is not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def workers_of(handle):
@@ -61,7 +71,8 @@ def runs_on(handle, count, generation=1):
 def test_scaled_up_and_down(tmp_path, transport):
     with (
         cluster(1, **{"dtrain.transport": transport}) as (local, client),
-        going(client, tmp_path) as (handle, seen),
+        # Six replicas, because with four a third worker would take no load off two.
+        going(client, tmp_path, replicas=6) as (handle, seen),
     ):
         local.scale(3)
         watch(handle, lambda: runs_on(handle, 3), 60, seen)
@@ -210,7 +221,7 @@ def test_without_its_scheduler_nothing_is_left(tmp_path):
             scheduler.kill()
             scheduler.wait()
             until(lambda: not files_of(address), 10, "files are left")
-            until(lambda: not any(p.is_running() for p in family), 10, "processes are left")
+            until(lambda: not any(runs(p) for p in family), 10, "processes are left")
     finally:
         for process in [scheduler, *workers]:
             process.kill()
