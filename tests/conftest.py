@@ -25,7 +25,7 @@ KEPT_THREADS = re.compile(
 )
 
 #: Seconds that a process or a thread has to be gone after a test.
-GRACE = 10.0
+GRACE = 30.0
 
 
 def processes() -> set[int]:

@@ -90,7 +90,7 @@ class Command:
             out, err = self.process.communicate()
             raise AssertionError(f"still running after {seconds} s; {out=}, {err=}") from None
         ended = Ended(self.process.returncode, out, err or "", time.monotonic() - self._began)
-        until(lambda: not members(self.pid), 5.0, f"processes are left of {self.process.args}")
+        until(lambda: not members(self.pid), 20.0, f"processes are left of {self.process.args}")
         return ended
 
     def kill(self) -> None:
@@ -183,7 +183,7 @@ class Site:
             "scheduler", kind, "--host", "127.0.0.1", "--port", "0",
             "--dashboard-address", "127.0.0.1:0", "--no-dashboard", "--scheduler-file", str(file),
         )  # fmt: skip
-        until(lambda: file.exists() and file.read_text(), 20.0, "no scheduler")
+        until(lambda: file.exists() and file.read_text(), 40.0, "no scheduler")
         self.address = str(json.loads(file.read_text())["address"])
 
     def _start(self, what: str, kind: str | None, *args: str) -> None:
@@ -226,7 +226,7 @@ class Site:
             command.wait(10)
         for command in self._commands:
             pid = command.pid
-            until(lambda pid=pid: not members(pid), 10.0, f"processes are left of {command.args}")
+            until(lambda pid=pid: not members(pid), 30.0, f"processes are left of {command.args}")
 
 
 @contextmanager

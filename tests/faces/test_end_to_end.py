@@ -139,7 +139,7 @@ def training(shell: Shell) -> set[int]:
     def found() -> set[int]:
         return {int(path.name.partition("-")[2]) for path in shell.folder.glob("step-*")}
 
-    until(lambda: len(found()) == 2, 20.0, "nobody trains")
+    until(lambda: len(found()) == 2, 40.0, "nobody trains")
     return found()
 
 
@@ -258,7 +258,7 @@ def test_an_interrupt_cancels_and_a_second_leaves_at_once(shell, number, times):
     command, job = starts(shell)
     for _ in range(times):
         command.interrupt(getattr(signal, number))
-        until(lambda: "again to leave" in (shell.folder / "err").read_text(), 5.0, "no word")
+        until(lambda: "again to leave" in (shell.folder / "err").read_text(), 20.0, "no word")
     ended = command.end(12.0)
     err = (shell.folder / "err").read_text()
     assert (ended.code, ended.out) == (130, ""), (ended, err)
@@ -452,7 +452,7 @@ def test_nobody_at_the_address(shell):
             args += ["--scheduler", address]
             ended = shell.dtrain(*args, DASK_DTRAIN__CONNECT_DEADLINE=deadline)
             ended.refused(3, address, "no scheduler answers there")
-            assert ended.seconds < float(deadline[:-1]) + 5
+            assert ended.seconds < float(deadline[:-1]) + 30
 
 
 def test_doctor_checks_a_cluster_of_ones_own(shell):
@@ -467,9 +467,9 @@ def test_doctor_checks_a_cluster_of_ones_own(shell):
 @pytest.mark.parametrize("address", ["nowhere", "http://127.0.0.1:8786", "tls://127.0.0.1:1"])
 def test_an_address_that_is_none(shell, address):
     for args in (["submit", spec(shell, LINEAR)], ["list"]):
-        ended = shell.dtrain(*args, "--scheduler", address)
+        ended = shell.dtrain(*args, "--scheduler", address, DASK_DTRAIN__CONNECT_DEADLINE="60s")
         ended.refused(2, f"{address}: found no ")
-        assert ended.seconds < 8
+        assert ended.seconds < 40
 
 
 # -- dtrain is not everywhere ------------------------------------------------------------------
@@ -548,7 +548,7 @@ def test_a_script_without_the_guard(shell, call):
     assert ended.code == 1
     assert ended.err.count(TRACEBACK) == 1
     ended.says("SpecError", f"{shell.folder}/script.py, line 4", 'if __name__ == "__main__":')
-    assert ended.seconds < 10
+    assert ended.seconds < 40
 
 
 def test_a_script_on_standard_input(shell):
@@ -592,7 +592,7 @@ def test_the_verbs_on_a_running_cluster(user, running):
     cancelled = user.dtrain("cancel", job)
     assert (cancelled.code, cancelled.err) == (0, "")
     assert re.fullmatch(rf"{job} (STOPPING|CANCELLED)\n", cancelled.out)
-    until(lambda: state(user, job) == "CANCELLED", 10.0, "not cancelled")
+    until(lambda: state(user, job) == "CANCELLED", 30.0, "not cancelled")
     shown = user.dtrain("status", job)
     assert shown.code == 0
     assert "cancelled by a user" in shown.out
@@ -632,7 +632,7 @@ def test_an_attached_job_ends_with_its_client_but_not_with_who_looks_at_it(user)
     assert state(user, job) == "RUNNING"
     command.kill()
     command.process.communicate()
-    until(lambda: state(user, job) == "CANCELLED", 10.0, "it outlives its client")
+    until(lambda: state(user, job) == "CANCELLED", 30.0, "it outlives its client")
     assert "its client went away" in user.dtrain("status", job).out
     assert user.dtrain("submit", spec(user, LINEAR)).code == 0
 

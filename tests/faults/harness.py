@@ -197,7 +197,7 @@ def whole_again(client: Client, workers: int) -> None:
         found = install(client)["ready"]
         return len(found) == workers
 
-    until(ready, 30, f"no {workers} workers are ready")
+    until(ready, 60, f"no {workers} workers are ready")
     client.run(_disarm)
 
 

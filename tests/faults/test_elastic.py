@@ -79,7 +79,7 @@ def test_scaled_up_and_down(tmp_path, transport):
         generation = handle.status()["generation"]
         local.scale(1)
         watch(handle, lambda: runs_on(handle, 1, generation), 60, seen)
-        until(lambda: len(client.scheduler_info()["workers"]) == 1, 30, "still there")
+        until(lambda: len(client.scheduler_info()["workers"]) == 1, 60, "still there")
         # Moved before it went: there was no loss to notice.
         assert "about to leave: " in told(handle)
         assert "is gone" not in told(handle)
@@ -185,7 +185,7 @@ def test_a_detached_job_outlives_its_client(tmp_path):
     ):
         handle = dtrain.attach(detached, client)
         lost = next(j for j in dtrain.jobs(client) if j.id == attached)
-        until(lambda: handle.state == lost.state == "RUNNING", 30, "they do not run")
+        until(lambda: handle.state == lost.state == "RUNNING", 60, "they do not run")
         for process in (one, other):
             process.send_signal(signal.SIGKILL)
         assert lost.wait(timeout=20) == "CANCELLED"
@@ -202,7 +202,7 @@ def test_without_its_scheduler_nothing_is_left(tmp_path):
     scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     workers = []
     try:
-        until((tmp_path / "s.json").exists, 30, "no scheduler")
+        until((tmp_path / "s.json").exists, 60, "no scheduler")
         file = str(tmp_path / "s.json")
         with Client(scheduler_file=file, set_as_default=False) as client:
             address = client.scheduler.address
@@ -215,13 +215,13 @@ def test_without_its_scheduler_nothing_is_left(tmp_path):
             hold = tmp_path / "hold"
             hold.write_text("")
             handle = submit(client, paced(hold=hold))
-            until(lambda: handle.status()["step"] > 0, 30, "it does not run")
+            until(lambda: handle.status()["step"] > 0, 60, "it does not run")
             assert files_of(address)
             family = psutil.Process(workers[0].pid).children(recursive=True)
             scheduler.kill()
             scheduler.wait()
-            until(lambda: not files_of(address), 10, "files are left")
-            until(lambda: not any(runs(p) for p in family), 10, "processes are left")
+            until(lambda: not files_of(address), 30, "files are left")
+            until(lambda: not any(runs(p) for p in family), 30, "processes are left")
     finally:
         for process in [scheduler, *workers]:
             process.kill()

@@ -135,7 +135,7 @@ def test_killed_in_graph(three, tmp_path, role, point):
     assert story.said(f"goes on from step [0-9]+, from {source}")
     assert story.status["losses"] == 1
     (blow,) = struck(tmp_path / "faults")
-    assert story.losses[0]["time"] - blow.at < 1.0
+    assert story.losses[0]["time"] - blow.at < 10.0
     scheduler = three.cluster.scheduler
     until(
         lambda: not [name for name in scheduler.clients if "driver" in name],

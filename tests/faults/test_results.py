@@ -34,7 +34,7 @@ def succeeded(client):
 
 def settled(client, key):
     ends = ("memory", "erred", "no-worker", "released")
-    until(lambda: client.run_on_scheduler(fate, key) in ends, 10, "it is still computed")
+    until(lambda: client.run_on_scheduler(fate, key) in ends, 30, "it is still computed")
 
 
 def holders(handle, client):
@@ -45,7 +45,7 @@ def holders(handle, client):
 def kill(client, address):
     pid = client.run(os.getpid, workers=[address])[address]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: address not in client.scheduler_info()["workers"], 10, "it is still there")
+    until(lambda: address not in client.scheduler_info()["workers"], 30, "it is still there")
     whole_again(client, 3)
 
 
@@ -73,7 +73,7 @@ def test_a_job_that_is_over_does_not_begin_again(three):
     with succeeded(three) as (handle, key):
         chief = handle.status()["shards"]["0"]
         three.run_on_scheduler(drop, chief, key)
-        until(lambda: chief not in holders(handle, three), 10, "it is still there")
+        until(lambda: chief not in holders(handle, three), 30, "it is still there")
         for address in holders(handle, three):
             kill(three, address)
         settled(three, key)

@@ -205,4 +205,4 @@ def test_user_code_that_hangs_is_given_up_and_its_worker_started_anew(tmp_path):
         same(story)
         assert story.said("has been in user code for [0-9]+ s, with replica")
         assert story.status["losses"] == 1
-        until(lambda: len(children() - before) == 1, 20, "not started anew")
+        until(lambda: len(children() - before) == 1, 40, "not started anew")

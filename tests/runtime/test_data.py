@@ -63,7 +63,7 @@ def test_nothing_stays_on_the_cluster(threaded):
     fit(threaded)
     from tests.conftest import until
 
-    until(lambda: set(scheduler.tasks) <= before, 10, f"left: {set(scheduler.tasks) - before}")
+    until(lambda: set(scheduler.tasks) <= before, 30, f"left: {set(scheduler.tasks) - before}")
     assert not [name for name in scheduler.clients if name.startswith("dtrain-data")]
 
 

@@ -355,7 +355,7 @@ def test_a_job_waits_for_a_worker_with_its_device(digits):
         (pid,) = client.run(os.getpid, workers=[where]).values()
         os.kill(pid, signal.SIGKILL)
         words = "waiting for 1 worker with device 'cuda'"
-        until(lambda: words in handle.why_waiting(), 30, f"why does not say: {words}")
+        until(lambda: words in handle.why_waiting(), 60, f"why does not say: {words}")
         handle.wait(120)
         status = handle.status()
         assert status["losses"] == 1

@@ -274,7 +274,7 @@ class Endless(Own):
 def endless(client, **arguments):
     arguments = {"epochs": 10**6, "batch_size": 10, "client": client, **arguments}
     handle = dtrain.submit(Endless(), X, Y, **arguments)
-    until(lambda: handle.status()["step"] > 0, 20, "no step yet")
+    until(lambda: handle.status()["step"] > 0, 40, "no step yet")
     return handle
 
 
@@ -283,7 +283,7 @@ def test_cancel(threaded, mode):
     handle = endless(threaded, mode=mode)
     assert handle.state == "RUNNING"
     handle.cancel()
-    assert handle.wait(timeout=5) == "CANCELLED"
+    assert handle.wait(timeout=30) == "CANCELLED"
     with pytest.raises(dtrain.JobCancelled):
         handle.result()
     handle.cancel()
@@ -345,7 +345,7 @@ def gated(client, folder, **arguments):
     gate = folder / "gate"
     arguments = {"batch_size": 10, "epochs": 20, "replicas": 2, "client": client} | arguments
     handle = dtrain.submit(Gated(gate), X, Y, optimizer=dtrain.optim.sgd(0.1), **arguments)
-    until(lambda: handle.status()["step"] > 5, 20, "no step yet")
+    until(lambda: handle.status()["step"] > 5, 40, "no step yet")
     return handle, gate
 
 
@@ -415,7 +415,7 @@ def test_why_waiting_names_the_one_that_is_waited_for(threaded):
         )
         # It hangs in user code: the job ends all the same, and says where it hangs.
         handle.cancel()
-        assert handle.wait(timeout=10) == "CANCELLED"
+        assert handle.wait(timeout=30) == "CANCELLED"
     finally:
         GATE.set()
 
@@ -430,12 +430,12 @@ def test_an_attached_job_ends_with_its_client():
         detached = endless(guest, detach=True)
         guest.close()
         mine = dtrain.attach(attached.id, client.scheduler.address)
-        assert mine.wait(timeout=10) == "CANCELLED"
+        assert mine.wait(timeout=30) == "CANCELLED"
         assert "client" in mine.status()["message"]
         other = dtrain.attach(detached.id, client)
         assert other.state == "RUNNING"
         other.cancel()
-        assert other.wait(timeout=5) == "CANCELLED"
+        assert other.wait(timeout=30) == "CANCELLED"
 
 
 @pytest.mark.cluster
@@ -447,10 +447,10 @@ def test_a_guest_that_leaves_does_not_take_an_attached_job_with_it():
         with Client(client.scheduler.address, set_as_default=False) as guest:
             assert dtrain.attach(handle.id, guest).state == "RUNNING"
         seconds = handle.status()["seconds"]
-        until(lambda: handle.status()["seconds"] > seconds + 1, 10, "no time passes")
+        until(lambda: handle.status()["seconds"] > seconds + 1, 30, "no time passes")
         assert handle.state == "RUNNING"
         handle.cancel()
-        handle.wait(timeout=5)
+        handle.wait(timeout=30)
 
 
 @pytest.mark.cluster
@@ -462,10 +462,10 @@ def test_a_client_that_comes_back_keeps_its_job():
         handle = endless(guest, detach=False)
         guest.close()
         again = dtrain.attach(handle.id, client)
-        until(lambda: again.status()["seconds"] > 4, 10, "no time passes")
+        until(lambda: again.status()["seconds"] > 4, 30, "no time passes")
         assert again.state == "RUNNING"
         again.cancel()
-        again.wait(timeout=5)
+        again.wait(timeout=30)
 
 
 def test_the_status_has_the_steps_in_all_from_the_start(threaded):
@@ -473,7 +473,7 @@ def test_the_status_has_the_steps_in_all_from_the_start(threaded):
         handle = endless(threaded, mode=mode, replicas=2)
         assert handle.status()["total_steps"] == total
         handle.cancel()
-        handle.wait(timeout=5)
+        handle.wait(timeout=30)
 
 
 def test_a_saved_output_has_its_history(threaded, tmp_path):
@@ -565,7 +565,7 @@ def test_a_frozen_worker_is_named_by_why_until_its_lease_runs_out():
             assert victim in handle.why_waiting()
             assert handle.state == "RUNNING"
         step = handle.status()["step"]
-        until(lambda: handle.status()["step"] > step, 10, "it does not go on")
+        until(lambda: handle.status()["step"] > step, 30, "it does not go on")
         assert handle.status()["generation"] == 1
         handle.cancel()
         handle.wait(timeout=20)
@@ -580,7 +580,7 @@ def test_a_frozen_worker_ends_a_job_that_may_lose_none():
             with pytest.raises(dtrain.WorkersLost) as caught:
                 handle.result(timeout=15)
             assert victim in str(caught.value)
-        until(lambda: len(client.run(os.getpid)) == 2, 10, "it is not back")
+        until(lambda: len(client.run(os.getpid)) == 2, 30, "it is not back")
         assert fit(client, epochs=2, replicas=2).version == 6
 
 
@@ -593,14 +593,14 @@ def test_a_job_goes_on_without_a_frozen_worker(threaded, tmp_path, transport):
         handle, gate = gated(client, tmp_path)
         victim = handle.status()["replicas"]["1"]
         with frozen(client, victim):
-            until(lambda: handle.status()["generation"] > 1, 10, "it is not missed")
+            until(lambda: handle.status()["generation"] > 1, 30, "it is not missed")
             gate.touch()
             result = handle.result(timeout=30)
         assert result.params["w"].tobytes() == base.params["w"].tobytes()
         assert [e["loss"] for e in result.history] == [e["loss"] for e in base.history]
         assert result.ledger.samples == [60] * 20
         assert victim in words(handle)
-        until(lambda: len(client.run(os.getpid)) == 2, 10, "it is not back")
+        until(lambda: len(client.run(os.getpid)) == 2, 30, "it is not back")
         assert fit(client, epochs=2, replicas=2).version == 6
 
 
@@ -610,9 +610,9 @@ def test_a_result_outlives_its_worker_but_not_all_that_have_it():
         done = dtrain.submit(Linear(4), X, Y, batch_size=10, client=client)
         done.wait(timeout=20)
         for address in client.run(os.getpid):
-            params = dtrain.attach(done.id, client).result(timeout=5).params
+            params = dtrain.attach(done.id, client).result(timeout=20).params
             assert np.isfinite(params["weight"]).all()
             kill(client, address)
-            until(lambda a=address: a not in client.scheduler_info(-1)["workers"], 10, "is there")
+            until(lambda a=address: a not in client.scheduler_info(-1)["workers"], 30, "is there")
         with pytest.raises(dtrain.JobFailed, match="no worker holds its result any more"):
-            dtrain.attach(done.id, client).result(timeout=5)
+            dtrain.attach(done.id, client).result(timeout=20)

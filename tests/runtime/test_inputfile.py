@@ -666,7 +666,7 @@ def test_rows_of_the_file_are_read_without_a_message():
         found = client.run(asked)
         assert found[far] == 0
         assert found[near] > 0
-        until(lambda: files_in(tempfile.gettempdir()) == [], 10, "the file is left")
+        until(lambda: files_in(tempfile.gettempdir()) == [], 30, "the file is left")
         assert client.run(mapped) == {near: 0, far: 0}
 
 
@@ -674,7 +674,7 @@ def test_rows_of_the_file_are_read_without_a_message():
 def test_a_job_over_two_machines_gives_the_same_bits(apart, threaded):
     client, _, far = apart
     assert bits(fit(client)) == bits(fit(threaded))
-    until(lambda: files_in(tempfile.gettempdir()) == files_in(far) == [], 10, "a file is left")
+    until(lambda: files_in(tempfile.gettempdir()) == files_in(far) == [], 30, "a file is left")
 
 
 def test_submit_takes_it_back_if_there_is_no_job(threaded, monkeypatch):
@@ -830,4 +830,4 @@ def start_worker(cluster: LocalCluster, count: int) -> None:
     """One more; its service has opened when it is among the ready ones."""
     cluster.scale(count)
     with Client(cluster, set_as_default=False) as client:
-        until(lambda: len(ready(client)) == count, 20, "no such worker")
+        until(lambda: len(ready(client)) == count, 40, "no such worker")

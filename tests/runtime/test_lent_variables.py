@@ -333,7 +333,7 @@ def test_nothing_is_mixed_or_lost_while_workers_are_retired(name):
 
         def go_on() -> None:
             before = counts.copy()
-            until(lambda: errors or all(map(int.__gt__, counts, before)), 30, "nothing is done")
+            until(lambda: errors or all(map(int.__gt__, counts, before)), 60, "nothing is done")
 
         calls = (assign, pull, push)
         threads = [threading.Thread(target=loop, args=each) for each in enumerate(calls)]
@@ -369,7 +369,7 @@ def test_a_pull_whose_worker_dies_before_it_is_read(name, tmp_path, monkeypatch)
                 told.extend(reply["lent"] for reply in pulled.shards.values())
                 pid = told[0]["pid"]
                 os.kill(pid, signal.SIGKILL)
-                until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), 20, "it is still there")
+                until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), 40, "it is still there")
             return plain(about, pulled, *args)
 
         monkeypatch.setattr(of_sessions, "gather", late)

@@ -38,15 +38,15 @@ def test_one_that_runs_is_stopped_and_goes_on(other):
     child, known = other
     assert process.look(known) is Finding.RUNS
     os.kill(child.pid, signal.SIGSTOP)
-    until(lambda: process.look(known) is Finding.STOPPED, 5, "not seen to be stopped")
+    until(lambda: process.look(known) is Finding.STOPPED, 20, "not seen to be stopped")
     os.kill(child.pid, signal.SIGCONT)
-    until(lambda: process.look(known) is Finding.RUNS, 5, "not seen to run")
+    until(lambda: process.look(known) is Finding.RUNS, 20, "not seen to run")
 
 
 def test_one_that_has_died(other):
     child, known = other
     child.kill()
-    until(lambda: process.look(known) is Finding.GONE, 5, "a zombie is not seen to be gone")
+    until(lambda: process.look(known) is Finding.GONE, 20, "a zombie is not seen to be gone")
     child.wait()
     assert process.look(known) is Finding.GONE
 

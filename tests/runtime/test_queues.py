@@ -103,7 +103,7 @@ def test_waits_end_at_their_deadline_and_leave_nothing(cluster):
         q.put(1)
         with pytest.raises(DeadlineError, match="there is no place; it takes 1 items"):
             q.put(2, timeout=0.1)
-        assert q.get(timeout=5) == 1
+        assert q.get(timeout=20) == 1
         with pytest.raises(DeadlineError):
             q.get(timeout=0)
         assert q.stats()["put"] == q.stats()["acknowledged"] == 1
@@ -346,17 +346,17 @@ def test_a_queue_moves_away_from_a_worker_that_is_retired(monkeypatch):
         assert q.get()[0] == 0
         with ThreadPoolExecutor(2) as pool:
             blocked = pool.submit(q.put, np.full(100, 8))
-            until(lambda: q.stats()["waiting"] == 0, 10, "it has no place")
+            until(lambda: q.stats()["waiting"] == 0, 30, "it has no place")
             blocked.result(10)
             blocked = pool.submit(q.put, np.full(100, 9))
-            until(lambda: q.stats()["waiting"] == 1, 10, "it has a place")
+            until(lambda: q.stats()["waiting"] == 1, 30, "it has a place")
             gone, before = q.place.host, q.stats()
             client.retire_workers([gone])
             after = q.stats()
             assert after["host"] == q.place.host != gone
             for key in ("size", "leased", "bytes", "put", "got", "made"):
                 assert after[key] == before[key], key
-            until(lambda: q.stats()["waiting"] == 1, 10, "it does not wait any more")
+            until(lambda: q.stats()["waiting"] == 1, 30, "it does not wait any more")
             # What was leased before the move is done with after it.
             assert [int(q.get()[0]) for _ in range(9)] == list(range(1, 10))
             blocked.result(10)
@@ -369,7 +369,7 @@ def test_a_queue_moves_away_from_a_worker_that_is_retired(monkeypatch):
             0,
         )
         assert stats["redelivered"] == 0
-        until(lambda: services_hold(client) == 0, 10, "items are left")
+        until(lambda: services_hold(client) == 0, 30, "items are left")
         assert frozen(client) == 0
         (listed,) = dtrain.sessions.show(SESSION, client)["queues"]
         assert listed["worker"] == q.place.host
@@ -389,9 +389,9 @@ def test_whoever_waits_for_an_item_goes_on_waiting_where_the_queue_is_then():
         q = s.queue("waits", 8)
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(q.get, 30)
-            until(lambda: q.stats()["waiting"] == 1, 10, "nobody waits")
+            until(lambda: q.stats()["waiting"] == 1, 30, "nobody waits")
             client.retire_workers([q.place.host])
-            until(lambda: q.stats()["waiting"] == 1, 10, "nobody waits any more")
+            until(lambda: q.stats()["waiting"] == 1, 30, "nobody waits any more")
             q.put("late")
             assert waits.result(10) == "late"
         s.reset()
@@ -514,12 +514,12 @@ def test_workers_are_retired_while_items_flow_and_each_comes_once():
             trainers = [pool.submit(train) for _ in range(2)]
             for _ in range(2):
                 before = len(out)
-                until(lambda before=before: len(out) > before + 50, 30, "nothing flows")
+                until(lambda before=before: len(out) > before + 50, 60, "nothing flows")
                 host = q.stats()["host"]
                 client.retire_workers([host])
                 assert q.stats()["host"] != host
             before = len(out)
-            until(lambda: len(out) > before + 50, 30, "nothing flows any more")
+            until(lambda: len(out) > before + 50, 60, "nothing flows any more")
             end.set()
             counts = [c.result(30) for c in collectors]
             q.close()
@@ -630,7 +630,7 @@ def test_what_a_killed_worker_stored_is_lost_and_counted_and_the_rest_is_not(thr
         q.put("small")
         assert q.size() == 3
         kill(three, others[0])
-        until(lambda: q.stats()["lost"] == 1, 20, "nothing was lost")
+        until(lambda: q.stats()["lost"] == 1, 40, "nothing was lost")
         assert q.get()["n"] == 1
         assert q.get() == "small"
         q.done()
@@ -704,7 +704,7 @@ def test_what_nobody_has_open_ends_with_the_sessions_time_to_live():
             threading.Event().wait(1.5)
             assert queue.size() == 1
         directory = local.scheduler.plugins["dtrain"].directory
-        until(lambda: not directory.list_queues(), 10, "it is there still")
-        until(lambda: not services_hold(client), 10, "its items are there still")
+        until(lambda: not directory.list_queues(), 30, "it is there still")
+        until(lambda: not services_hold(client), 30, "its items are there still")
         with pytest.raises(SpecError, match="found none"):
             open_queue(client, SESSION, "old")

@@ -45,7 +45,7 @@ def test_steady_state_sends_the_scheduler_nothing(digits, forked, mode):
     handle = dtrain.submit(
         MLP([64, 32, 10]), X, y, batch_size=2, epochs=1000, mode=mode, client=forked
     )
-    until(lambda: handle.status()["step"] > 20, 30, "the job has not begun its steps")
+    until(lambda: handle.status()["step"] > 20, 60, "the job has not begun its steps")
     rpc, stream = Counting(scheduler.handlers), Counting(scheduler.stream_handlers)
     plain = scheduler.handlers, scheduler.stream_handlers
     # The window lies within one epoch, or begins again.
@@ -54,7 +54,7 @@ def test_steady_state_sends_the_scheduler_nothing(digits, forked, mode):
         scheduler.handlers, scheduler.stream_handlers = rpc, stream
         rpc.seen.clear()
         stream.seen.clear()
-        until(lambda start=start: handle.status()["step"] > start + 40, 30, "no steps")
+        until(lambda start=start: handle.status()["step"] > start + 40, 60, "no steps")
         seen = rpc.seen + stream.seen
         scheduler.handlers, scheduler.stream_handlers = plain
         if handle.status()["epoch"] == epoch:
@@ -160,7 +160,7 @@ class own_scheduler:
                 **quiet,
             )
         ]  # fmt: skip
-        until(file.exists, 30, "the scheduler has not started")
+        until(file.exists, 60, "the scheduler has not started")
         self._processes += [
             subprocess.Popen(
                 [sys.executable, "-c", cli.format("worker"), "--no-nanny", "--nthreads", "1",

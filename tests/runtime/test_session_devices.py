@@ -129,7 +129,7 @@ def test_what_a_gpu_cannot_have_is_refused(gpus, name):
 
 
 def test_none_has_it_and_nothing_is_created(threaded, name):
-    with Session(name, client=threaded, timeout=5) as s:
+    with Session(name, client=threaded, timeout=30) as s:
         for wrong, words in (
             ("cuda", r"device: found 'cuda', expected a worker that has it, but .* has cpu "),
             ("gpu", "device: found 'gpu', expected 'cpu', 'cuda', "),

@@ -403,8 +403,8 @@ def test_within_the_clients_own_event_loop_it_is_refused_and_goes_on_elsewhere(s
     loop = threaded.loop.asyncio_loop
     told = asyncio.run_coroutine_threadsafe(inside(), loop).result(20)
     assert all("in the event loop of its client, expected a thread" in words for words in told)
-    queue.put(1, timeout=5)
-    assert queue.get(timeout=5) == 1
+    queue.put(1, timeout=20)
+    assert queue.get(timeout=20) == 1
 
     async def task() -> None:
         Session("within")

@@ -44,14 +44,14 @@ def three() -> Iterator[Client]:
 
 
 def test_a_chief_that_dies_with_some_shards_placed_is_replaced(name, tmp_path):
-    lease = 2.0
+    lease = 30.0
     with (
         processes(2, **{"dtrain.session-lease": lease}) as client,
-        Session(name, client=client, timeout=40) as s,
+        Session(name, client=client, timeout=60) as s,
     ):
         with Others(1, client.scheduler.address, name, tmp_path, 600.0, "placing") as others:
-            until(lambda: (tmp_path / "placing").exists(), 20, "nobody places shards")
-            until(lambda: any(name in of for of in hosted(client).values()), 20, "none is placed")
+            until(lambda: (tmp_path / "placing").exists(), 40, "nobody places shards")
+            until(lambda: any(name in of for of in hosted(client).values()), 40, "none is placed")
             others.processes[0].send_signal(signal.SIGKILL)
             began = time.monotonic()
             s.create(Traced(str(tmp_path)), optimizer=optim.sgd(1.0), partitioner=FixedShards(1))
