@@ -6,6 +6,7 @@ arrays stay where they lie.  Neither passes through the scheduler.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -74,29 +75,25 @@ def prepare(
     StorageError, ClusterError, DeadlineError
         A worker, which is named, could not be given the data.  Nothing is left of it then.
     """
-    x, y, valid, _ = checked(job, replicas)
+    arrays, _ = checked(job, replicas)
     held: list[Any] = []
-    x, y = persisted(client, [x, y], held)
-    if valid is not None:
-        valid = tuple(persisted(client, list(valid), held))
+    arrays = dict(zip(arrays, persisted(client, list(arrays.values()), held), strict=True))
     classification = task_of(job.model) == "classification"
     classes = None
     if classification:
-        labels = _labels(client, y)
+        labels = _labels(client, arrays["y"])
         classes = encode_labels(labels, getattr(job.model, "n_classes", None))
-        if valid is not None:
-            _check_labels(_labels(client, valid[1]), labels, classes, job.model)
-    arrays = {"x": x, "y": y}
-    if valid is not None:
-        arrays.update(valid_x=valid[0], valid_y=valid[1])
+        if "valid_y" in arrays:
+            _check_labels(_labels(client, arrays["valid_y"]), labels, classes, job.model)
+    mean_weight = mean_of(client, arrays["w"], "sample_weight") if "w" in arrays else 1.0
+    if "valid_w" in arrays:
+        mean_of(client, arrays["valid_w"], "validation weights")
     refs, delivery = placed(client, workers, {"": arrays, **(blobs or {})}, stacklevel=8)
     plan = DataPlan(
-        x=refs[""]["x"],
-        y=refs[""]["y"],
-        valid_x=refs[""].get("valid_x"),
-        valid_y=refs[""].get("valid_y"),
+        **refs[""],
         classification=classification,
         classes=classes,
+        mean_weight=mean_weight,
         file=None if delivery is None else delivery.file.name,
         holders=() if delivery is None else tuple(workers),
         blobs={name: some for name, some in refs.items() if name},
@@ -104,20 +101,26 @@ def prepare(
     return Inputs(plan, held, delivery)
 
 
-def checked(job: Job, replicas: int) -> tuple[Any, Any, tuple[Any, Any] | None, Parts]:
-    """X, y, both of the validation rows, if there are any apart, and which rows are whose.
+def checked(job: Job, replicas: int) -> tuple[dict[str, Any], Parts]:
+    """The arrays of a job, by their names in a :class:`DataPlan`, and which rows are whose.
 
     Nothing is computed or sent.  Raises DataError as :func:`prepare` does.
     """
     x, y = _checked(job.X, job.y, "X", "y", job.model)
-    valid = None
+    arrays = {"x": x, "y": y}
+    if job.sample_weight is not None:
+        arrays["w"] = _weights(job.sample_weight, "sample_weight", x, "X")
     if job.validation_data is not None:
+        valid_x, valid_y, *weights = job.validation_data
         names = ("validation X", "validation y")
-        valid = _checked(*job.validation_data, *names, job.model, like=x)
+        valid_x, valid_y = _checked(valid_x, valid_y, *names, job.model, like=x)
+        arrays.update(valid_x=valid_x, valid_y=valid_y)
+        if weights:
+            arrays["valid_w"] = _weights(weights[0], "validation weights", valid_x, names[0])
     # Whether there are rows enough, before anything is sent.
     parts = Parts.of(
         x.shape[0],
-        None if valid is None else valid[0].shape[0],
+        None if "valid_x" not in arrays else arrays["valid_x"].shape[0],
         fraction=job.validation_split,
         replicas=replicas,
         batch_size=job.batch_size,
@@ -125,7 +128,7 @@ def checked(job: Job, replicas: int) -> tuple[Any, Any, tuple[Any, Any] | None, 
         steps=job.steps,
         seed=job.seed,
     )
-    return x, y, valid, parts
+    return arrays, parts
 
 
 # -- shapes -------------------------------------------------------------------------------------
@@ -168,6 +171,48 @@ def _checked(
     if hasattr(model, "check"):
         model.check(x.shape, x.dtype, y.shape)
     return x, y
+
+
+def _weights(w: Any, name: str, x: Any, x_name: str) -> Any:
+    """One number for each row."""
+    w = array_of(w, name)
+    if w.dtype.kind not in "fiub":
+        raise DataError(f"{name}: found dtype {w.dtype}, expected numbers")
+    if w.shape != (x.shape[0],):
+        raise DataError(
+            f"{name}: found shape {w.shape}, expected ({x.shape[0]},), one for each row of {x_name}"
+        )
+    return w
+
+
+def mean_of(client: Client, w: Any, name: str) -> float:
+    """The mean weight; DataError for weights that are not numbers from 0 up, or all 0."""
+    if is_dask(w):
+        blocks = w.to_delayed().ravel()
+        found = client.gather(client.compute([_extent(block) for block in blocks]), direct=True)
+    else:
+        found = [extent(w)]
+    least = min(least for least, _ in found)
+    total = math.fsum(total for _, total in found)
+    if not (least >= 0 and math.isfinite(total)):
+        shown = least if not least >= 0 else total
+        raise DataError(f"{name}: found {shown}, expected finite weights that are not negative")
+    if total == 0:
+        raise DataError(f"{name}: found zeros alone, expected rows that count")
+    return total / w.shape[0]
+
+
+def extent(w: np.ndarray) -> tuple[float, float]:
+    """The least of some weights, and their sum; NaN if one is."""
+    if not len(w):
+        return 0.0, 0.0
+    return float(w.min()), float(w.sum(dtype=np.float64))
+
+
+def _extent(block: Any) -> Any:
+    from dask import delayed
+
+    return delayed(extent, pure=False)(block)
 
 
 def array_of(value: Any, name: str) -> Any:

@@ -62,7 +62,11 @@ class Job:
     shuffle : bool
         Mix the rows of each replica's part anew in each epoch.
     seed : int
-    validation_data : tuple of X and y, optional
+    sample_weight : ndarray or dask.array.Array, shape (n,), optional
+        What each row counts, finite and not negative: a step's gradient and loss are the weighted
+        means over its rows, and so are an epoch's.  A row that counts 0 is as if it were not there.
+        The model gets batches ``(x, y, w)``.  Their scale does not matter.
+    validation_data : tuple of X and y, or of X, y and weights; optional
     validation_split : float, optional
         The fraction of the rows, chosen at random by the seed, that is held out.
     metrics : list of str
@@ -103,7 +107,8 @@ class Job:
     steps: int | None = None
     shuffle: bool = True
     seed: int = 0
-    validation_data: tuple[Any, Any] | None = None
+    sample_weight: Any = None
+    validation_data: tuple[Any, ...] | None = None
     validation_split: float | None = None
     metrics: Sequence[str] = ()
     initial: Any = None
@@ -145,8 +150,11 @@ class Job:
         if data is not None:
             if self.validation_split is not None:
                 raise SpecError("validation_data and validation_split: found both, expected one")
-            if not isinstance(data, tuple | list) or len(data) != 2:
-                raise SpecError("validation_data: expected a pair (X, y)")
+            if not isinstance(data, tuple | list) or len(data) not in (2, 3):
+                raise SpecError(
+                    f"validation_data: found {type(data).__name__}, expected (X, y), or (X, y, w) "
+                    f"with weights"
+                )
         task = task_of(self.model)
         check_metrics(self.metrics, task)
         if self.metrics and data is None and self.validation_split is None:

@@ -7,6 +7,7 @@ has the same bits on any number of workers.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,17 +17,19 @@ from dtrain.errors import DataError, SpecError
 from dtrain.tree import tree_sum
 
 Sums = tuple[float, ...]
+Weights = np.ndarray | None
 
 
 class Metric(NamedTuple):
     """How a metric is summed and what its sums mean.
 
-    ``sums(scores, y)`` gets a batch's raw scores, shape (n,) or (n, K), and its encoded
-    targets; the first of the sums is the number of rows (or of elements, for regression).
+    ``sums(scores, y, w)`` gets a batch's raw scores, shape (n,) or (n, K), its encoded targets,
+    and what each row counts, float64 of shape (n,), or None; the first of the sums is what all
+    rows (or elements, for regression) count together.
     """
 
     task: str
-    sums: Callable[[np.ndarray, np.ndarray], Sums]
+    sums: Callable[[np.ndarray, np.ndarray, Weights], Sums]
     value: Callable[[Sums], float]
 
 
@@ -47,11 +50,23 @@ def probabilities(scores: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(axis=1, keepdims=True)
 
 
-def _accuracy(scores: np.ndarray, y: np.ndarray) -> Sums:
-    return float(len(y)), float(np.count_nonzero(class_indices(scores) == y.reshape(len(y))))
+def total(values: np.ndarray, w: Weights = None) -> float:
+    """The sum of what each row has, times what it counts."""
+    if w is None:
+        return float(values.sum(dtype=np.float64))
+    return float(np.dot(values.astype(np.float64, copy=False), w))
 
 
-def _log_loss(scores: np.ndarray, y: np.ndarray) -> Sums:
+def _counted(values: np.ndarray, w: Weights) -> Sums:
+    """What the rows count together, and the sum of their values."""
+    return float(len(values)) if w is None else total(w), total(values, w)
+
+
+def _accuracy(scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
+    return _counted(class_indices(scores) == y.reshape(len(y)), w)
+
+
+def _log_loss(scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
     z = scores.astype(np.float64)
     y = y.reshape(len(y))
     if z.ndim == 1 or z.shape[1] == 1:
@@ -60,41 +75,46 @@ def _log_loss(scores: np.ndarray, y: np.ndarray) -> Sums:
     else:
         top = z.max(axis=1)
         losses = top + np.log(np.exp(z - top[:, None]).sum(axis=1)) - z[np.arange(len(y)), y]
-    return float(len(y)), float(losses.sum())
+    return _counted(losses, w)
 
 
-def _residuals(scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _residuals(
+    scores: np.ndarray, y: np.ndarray, w: Weights
+) -> tuple[np.ndarray, np.ndarray, Weights]:
+    """Targets and residuals of all elements, and what each counts."""
     target = y.astype(np.float64).ravel()
-    return target, scores.astype(np.float64).ravel() - target
+    elements = w if w is None else np.repeat(w, target.size // len(y))
+    return target, scores.astype(np.float64).ravel() - target, elements
 
 
-def _mae(scores: np.ndarray, y: np.ndarray) -> Sums:
-    target, residual = _residuals(scores, y)
-    return float(target.size), float(np.abs(residual).sum())
+def _mae(scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
+    _, residual, w = _residuals(scores, y, w)
+    return _counted(np.abs(residual), w)
 
 
-def _mse(scores: np.ndarray, y: np.ndarray) -> Sums:
-    target, residual = _residuals(scores, y)
-    return float(target.size), float(np.square(residual).sum())
+def _mse(scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
+    _, residual, w = _residuals(scores, y, w)
+    return _counted(np.square(residual), w)
 
 
-def _r2(scores: np.ndarray, y: np.ndarray) -> Sums:
-    target, residual = _residuals(scores, y)
-    squares = float(np.square(residual).sum())
+def _r2(scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
+    target, residual, w = _residuals(scores, y, w)
     # Sums of the target and of its squares: the mean is not known while summing.
-    return float(target.size), squares, float(target.sum()), float(np.square(target).sum())
+    return *_counted(np.square(residual), w), total(target, w), total(np.square(target), w)
 
 
 def _r2_value(sums: Sums) -> float:
-    count, residual, total, squares = sums
-    spread = squares - total * total / count
+    count, residual, targets, squares = sums
+    if count <= 0.0:
+        return math.nan
+    spread = squares - targets * targets / count
     if spread <= 0.0:
         return 1.0 if residual == 0.0 else 0.0
     return 1.0 - residual / spread
 
 
 def _mean(sums: Sums) -> float:
-    return sums[1] / sums[0]
+    return sums[1] / sums[0] if sums[0] else math.nan
 
 
 #: Add a metric by adding a row.
@@ -123,11 +143,22 @@ def check_metrics(names: Iterable[Any], task: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def sums(name: str, scores: np.ndarray, y: np.ndarray) -> Sums:
+def sums(name: str, scores: np.ndarray, y: np.ndarray, w: Weights = None) -> Sums:
     """A metric's sums over a batch; DataError if the scores are not those of its rows."""
     if scores.ndim == 0 or len(scores) != len(y):
         raise DataError(f"scores: found shape {scores.shape}, expected {len(y)} rows")
-    return METRICS[name].sums(scores, y)
+    return METRICS[name].sums(scores, y, w if w is None else w.astype(np.float64).reshape(len(y)))
+
+
+def loss_sums(loss: float, batch: Sequence[np.ndarray]) -> Sums:
+    """What the rows of ``(x, y)`` or ``(x, y, w)`` count together, and that times the mean loss."""
+    count = float(len(batch[0])) if len(batch) == 2 else total(batch[2])
+    return count, count * loss
+
+
+def mean_loss(sums: Sequence[float]) -> float:
+    """The mean of :func:`loss_sums`; NaN if no row counts."""
+    return _mean(tuple(sums))
 
 
 def add(total: Sequence[float] | None, sums: Sums) -> list[float]:
@@ -141,7 +172,7 @@ def value(name: str, sums: Sequence[float]) -> float:
 def merge(partials: Mapping[int, Mapping[str, Sequence[float]]], replicas: int) -> dict[str, float]:
     """The values of the metrics, and ``loss``, of the sums of each replica.
 
-    ``loss`` is summed as (rows, rows times mean loss).
+    ``loss`` is summed by :func:`loss_sums`.
     """
     names = next(iter(partials.values())).keys()
     values = {}
@@ -151,7 +182,7 @@ def merge(partials: Mapping[int, Mapping[str, Sequence[float]]], replicas: int) 
             tree_sum({i: partial[name][k] for i, partial in partials.items()}, replicas)
             for k in range(width)
         ]
-        values[name] = sums[1] / sums[0] if name == "loss" else value(name, sums)
+        values[name] = mean_loss(sums) if name == "loss" else value(name, sums)
     return values
 
 

@@ -195,7 +195,7 @@ def plan(
         members, resumed = [Member(f"worker {i}", "", 0.0) for i in range(count)], None
     replicas = job.replicas or resumed or len(members)
     spec = job.spec(detach=True).resolved(replicas=replicas, workers=len(members))
-    parts = checked(job, replicas)[3]
+    parts = checked(job, replicas)[1]
     layout = _layout(job)
     shards = split(spec, layout)
     hosts = place(members, replicas, partitioner_of(spec).most, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,32 +99,34 @@ class Result:
             raise DataError(f"X: found shape {X.shape}, expected (rows, features)")
         return finish(_scores(self.model, self.params, X))
 
-    def evaluate(self, X: Any, y: Any) -> dict[str, float]:
+    def evaluate(self, X: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """``loss`` and the job's metrics on other rows; exact, also block by block.
 
         Parameters
         ----------
-        X, y : ndarray or dask.array.Array
+        X, y, sample_weight : ndarray or dask.array.Array
             As for training.
         """
         from dtrain.inputs import is_dask
 
-        if is_dask(X) or is_dask(y):
-            return self._evaluate_blocks(X, y)
-        return self._value(self._sums(np.asarray(X), np.asarray(y)))
+        arrays = [array for array in (X, y, sample_weight) if array is not None]
+        if any(map(is_dask, arrays)):
+            return self._evaluate_blocks(*arrays)
+        return self._value(self._sums(*map(np.asarray, arrays)))
 
-    def _evaluate_blocks(self, X: Any, y: Any) -> dict[str, float]:
+    def _evaluate_blocks(self, *arrays: Any) -> dict[str, float]:
         import dask
 
-        X, y = _alike(X, y)
-        if not is_same_rows(X, y):
-            raise DataError(
-                f"X has chunks {getattr(X, 'chunks', None)} and y {getattr(y, 'chunks', None)}, "
-                f"expected the same chunks of rows in both"
-            )
-        blocks = zip(X.chunks[0], X.to_delayed().ravel(), y.to_delayed().ravel(), strict=True)
+        arrays = _alike(arrays)
+        for name, array in zip(("y", "sample_weight"), arrays[1:], strict=False):
+            if not is_same_rows(arrays[0], array):
+                raise DataError(
+                    f"X has chunks {arrays[0].chunks} and {name} {array.chunks}, "
+                    f"expected the same chunks of rows in both"
+                )
+        blocks = zip(arrays[0].chunks[0], *(a.to_delayed().ravel() for a in arrays), strict=True)
         sums = dask.compute(
-            *(dask.delayed(self._sums, pure=False)(a, b) for rows, a, b in blocks if rows)
+            *(dask.delayed(self._sums, pure=False)(*some) for rows, *some in blocks if rows)
         )
         if not sums:
             raise DataError("X has no rows, expected some to evaluate on")
@@ -134,22 +136,23 @@ class Result:
                 total[name] = metrics_of.add(total.get(name), tuple(values))
         return self._value(total)
 
-    def _sums(self, X: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
+    def _sums(self, X: np.ndarray, y: np.ndarray, *w: np.ndarray) -> dict[str, list[float]]:
         from dtrain.runtime.replica import mean_loss
 
         if len(X) != len(y) or not len(X):
             raise DataError(f"X has {len(X)} rows and y has {len(y)}, expected as many, and some")
-        y = self._encode(y)
+        if any(len(some) != len(X) for some in w):
+            raise DataError(f"sample_weight: found {len(w[0])} rows, expected {len(X)}, as X has")
+        arrays = (X, self._encode(y), *w)
         sums: dict[str, list[float]] = {}
         for start in range(0, len(X), _ROWS):
-            batch = X[start : start + _ROWS], y[start : start + _ROWS]
-            rows = float(len(batch[0]))
+            batch = tuple(array[start : start + _ROWS] for array in arrays)
             loss = mean_loss(self.model, self.params, batch)
-            sums["loss"] = metrics_of.add(sums.get("loss"), (rows, rows * loss))
+            sums["loss"] = metrics_of.add(sums.get("loss"), metrics_of.loss_sums(loss, batch))
             if self._metric_names:
                 scores = np.asarray(self.model.predict(self.params, batch[0]))
                 for name in self._metric_names:
-                    one = metrics_of.sums(name, scores, batch[1])
+                    one = metrics_of.sums(name, scores, *batch[1:])
                     sums[name] = metrics_of.add(sums.get(name), one)
         return sums
 
@@ -169,7 +172,7 @@ class Result:
     @staticmethod
     def _value(sums: Mapping[str, list[float]]) -> dict[str, float]:
         return {
-            name: values[1] / values[0] if name == "loss" else metrics_of.value(name, values)
+            name: metrics_of.mean_loss(values) if name == "loss" else metrics_of.value(name, values)
             for name, values in sums.items()
         }
 
@@ -223,21 +226,21 @@ def load(path: str | os.PathLike[str], model: Any = None) -> Result:
     )
 
 
-def _alike(X: Any, y: Any) -> tuple[Any, Any]:
-    """Both as dask arrays; a NumPy one is cut at the rows of the other."""
+def _alike(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """All as dask arrays; a NumPy one is cut at the rows of those that are."""
     import dask.array as da
 
     from dtrain.inputs import is_dask
 
-    def cut(array: Any, rows: Any) -> Any:
+    rows = next(array.chunks[0] for array in arrays if is_dask(array))
+
+    def cut(array: Any) -> Any:
         array = np.asarray(array)
         if array.shape[:1] != (sum(rows),):
             raise DataError(f"found shape {array.shape}, expected {sum(rows)} rows")
         return da.from_array(array, chunks=(rows, *((n,) for n in array.shape[1:])))
 
-    if not is_dask(X):
-        return cut(X, y.chunks[0]), y
-    return X, y if is_dask(y) else cut(y, X.chunks[0])
+    return tuple(array if is_dask(array) else cut(array) for array in arrays)
 
 
 def is_same_rows(X: Any, y: Any) -> bool:

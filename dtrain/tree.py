@@ -94,7 +94,7 @@ def reduce_into(
     scratch: Sequence[Any],
     xp: Any = np,
 ) -> None:
-    """Write ``sum(w_i g_i) / sum(w_i)`` over ``members`` to ``out``.
+    """Write ``sum(w_i g_i) / sum(w_i)`` over ``members`` to ``out``; zeros if no row counts.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def reduce_into(
         right = terms[op.right] if op.right_leaf else registers[op.right]
         xp.add(left, right, out=registers[op.out])
     if total != 1.0:
-        xp.multiply(out, count(1.0 / total), out=out)
+        xp.multiply(out, count(1.0 / total if total else 0.0), out=out)
 
 
 def scratch_needed(members: tuple[int, ...], weights: Sequence[float], replicas: int) -> int:

@@ -148,7 +148,7 @@ class Rounds:
         for i in members:
             self.ledger.commit(epoch, self.arrived[i].samples, age=0)
         loss = tree_sum({i: self.arrived[i].loss * weights[i] for i in members}, self.replicas)
-        self.loss = loss / weight
+        self.loss = loss / weight if weight else 0.0
         self.totals.loss += loss
         self.totals.weight += weight
         self.totals.samples += sum(self.arrived[i].samples for i in members)

@@ -9,7 +9,7 @@ rows of the next batch.  A NumPy array lies whole in a file of the machine
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -56,23 +56,28 @@ class DataPlan:
     ``classes`` are the labels in the order of their class indices, or None where the targets
     are indices already (or numbers to regress on).
 
+    ``w`` are what the rows count, whose mean over all rows is ``mean_weight``; None: all the same.
+
     ``file`` is the name of the file that has the job's NumPy arrays, ``holders`` the workers that
     had it when the job was submitted.  ``blobs`` are further arrays in it, see :func:`read_blob`.
     """
 
     x: ArrayRef
     y: ArrayRef
-    valid_x: ArrayRef | None
-    valid_y: ArrayRef | None
     classification: bool
     classes: np.ndarray | None
+    w: ArrayRef | None = None
+    valid_x: ArrayRef | None = None
+    valid_y: ArrayRef | None = None
+    valid_w: ArrayRef | None = None
+    mean_weight: float = 1.0
     file: str | None = None
     holders: tuple[str, ...] = ()
     blobs: Mapping[str, Mapping[str, ArrayRef]] = field(default_factory=dict)
 
     @property
     def arrays(self) -> tuple[ArrayRef, ...]:
-        every = (self.x, self.y, self.valid_x, self.valid_y)
+        every = (self.x, self.y, self.w, self.valid_x, self.valid_y, self.valid_w)
         return tuple(array for array in every if array is not None)
 
     def about(self, metrics: Sequence[str]) -> dict[str, Any]:
@@ -356,6 +361,8 @@ class Encoder:
 class Feed:
     """The batches of the replicas of one worker: read-ahead by one, buffers reused.
 
+    A batch is ``(x, y)``, or ``(x, y, w)`` if the rows have weights.
+
     ``strays``: batches of other replicas' parts are read, too (asynchronous mode).
     What :meth:`batch` returns is valid until the next call for the same replica.
     """
@@ -367,27 +374,27 @@ class Feed:
         self.parts = parts
         self._seed, self._shuffle = seed, shuffle
 
-        def rows_of(ref: ArrayRef, *, strays: bool) -> Rows:
-            return Rows(ref, service, deadline, strays=strays, holders=data.holders, waits=waits)
+        def rows_of(refs: tuple[ArrayRef | None, ...], *, strays: bool) -> tuple[Rows, ...]:
+            return tuple(
+                Rows(ref, service, deadline, strays=strays, holders=data.holders, waits=waits)
+                for ref in refs
+                if ref is not None
+            )
 
-        self._x = rows_of(data.x, strays=strays)
-        self._y = rows_of(data.y, strays=strays)
+        self._train = rows_of((data.x, data.y, data.w), strays=strays)
         self._encode = Encoder(data)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-        self._buffers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._ahead: dict[tuple[int, int, int], tuple[Pending | None, Pending | None]] = {}
-        self._valid = (self._x, self._y)
-        if data.valid_x is not None and data.valid_y is not None:
-            self._valid = (
-                rows_of(data.valid_x, strays=False),
-                rows_of(data.valid_y, strays=False),
-            )
+        self._buffers: dict[int, tuple[np.ndarray, ...]] = {}
+        self._ahead: dict[tuple[int, int, int], tuple[Pending | None, ...]] = {}
+        self._valid = self._train
+        if data.valid_x is not None:
+            self._valid = rows_of((data.valid_x, data.valid_y, data.valid_w), strays=False)
 
     def open(self, replicas: Sequence[int]) -> None:
         """Take hold of the local chunks of these replicas' parts."""
         spans = [self.parts.span(part) for part in replicas]
-        self._x.open(spans)
-        self._y.open(spans)
+        for rows_of in self._train:
+            rows_of.open(spans)
         valid = []
         for part in replicas:
             rows = self.parts.valid_rows(part)
@@ -406,40 +413,42 @@ class Feed:
 
     def ahead(self, epoch: int, part: int, index: int) -> None:
         """Start reading a batch that will be wanted soon; costs nothing where it lies here."""
-        if self._x.whole and self._y.whole:
+        if all(array.whole for array in self._train):
             return
         rows = self._rows(epoch, part, index)
-        pending = (self._x.request(rows), self._y.request(rows))
-        if pending != (None, None):
+        pending = tuple(array.request(rows) for array in self._train)
+        if any(one is not None for one in pending):
             self._ahead[epoch, part, index] = pending
 
-    def batch(self, replica: int, epoch: int, part: int, index: int) -> tuple[np.ndarray, Any]:
-        """Features, shape (n, ...), and encoded targets, shape (n,) or (n, outputs)."""
+    def batch(self, replica: int, epoch: int, part: int, index: int) -> tuple[np.ndarray, ...]:
+        """Features, shape (n, ...); encoded targets, shape (n,) or (n, outputs); weights, (n,)."""
         rows = self._rows(epoch, part, index)
         pending = self._ahead.pop((epoch, part, index), None)
         if pending is None:
-            pending = (self._x.request(rows), self._y.request(rows))
+            pending = tuple(array.request(rows) for array in self._train)
         if replica not in self._buffers:
             plan = self.parts.plan
             size = min(plan.batch_size, max(map(plan.size, range(plan.replicas))))
-            self._buffers[replica] = (self._x.buffer(size), self._y.buffer(size))
-        x, y = self._buffers[replica]
-        if len(rows) != len(x):
-            x, y = x[: len(rows)], y[: len(rows)]
-        self._x.take(rows, x, pending[0])
-        self._y.take(rows, y, pending[1])
-        return x, self._encode(y)
+            self._buffers[replica] = tuple(array.buffer(size) for array in self._train)
+        buffers = self._buffers[replica]
+        if len(rows) != len(buffers[0]):
+            buffers = tuple(buffer[: len(rows)] for buffer in buffers)
+        for array, buffer, one in zip(self._train, buffers, pending, strict=True):
+            array.take(rows, buffer, one)
+        return self._encoded(buffers)
 
-    def validation(self, part: int) -> Any:
+    def validation(self, part: int) -> Iterator[tuple[np.ndarray, ...]]:
         """The validation batches of a part, in order."""
         rows = self.parts.valid_rows(part)
-        x_rows, y_rows = self._valid
         for start in range(0, len(rows), EVALUATION_ROWS):
             some = rows[start : start + EVALUATION_ROWS]
-            x, y = x_rows.buffer(len(some)), y_rows.buffer(len(some))
-            x_rows.take(some, x, x_rows.request(some))
-            y_rows.take(some, y, y_rows.request(some))
-            yield x, self._encode(y)
+            buffers = tuple(array.buffer(len(some)) for array in self._valid)
+            for array, buffer in zip(self._valid, buffers, strict=True):
+                array.take(some, buffer, array.request(some))
+            yield self._encoded(buffers)
+
+    def _encoded(self, batch: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        return (batch[0], self._encode(batch[1]), *batch[2:])
 
 
 async def read_rows(

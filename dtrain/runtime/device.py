@@ -22,7 +22,8 @@ from dtrain.runtime.arena import poisoned
 #: The types of elements that CuPy has, as NumPy's characters.
 _ELEMENTS = "?bBhHiIlLqQefdFD"
 
-Batch = tuple[Any, Any]
+#: ``(x, y)``, or ``(x, y, w)``.
+Batch = tuple[Any, ...]
 
 
 class Gpu:
@@ -70,9 +71,10 @@ class Gpu:
             self._version = version
         return self._params
 
-    def batch(self, x: Any, y: Any) -> Batch:
-        """Rows and targets on the GPU."""
-        return self.there("X", x), None if y is None else self.there("y", y)
+    def batch(self, x: Any, y: Any, *weights: Any) -> Batch:
+        """Rows, targets and, if there are any, weights on the GPU."""
+        rest = (self.there("sample_weight", w) for w in weights)
+        return self.there("X", x), None if y is None else self.there("y", y), *rest
 
     def there(self, what: str, values: Any) -> Any:
         """An array on the GPU; ``what`` it is, for the error."""

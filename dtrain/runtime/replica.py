@@ -308,7 +308,7 @@ class Trainer:
     ) -> Contribution:
         """One batch through the model; its gradient ends in ``out``."""
         with self.host.activity.doing("reading a batch"):
-            x, y = self.feed.batch(replica, batch.epoch, batch.part, batch.index)
+            arrays = self.feed.batch(replica, batch.epoch, batch.part, batch.index)
         kwargs: dict[str, Any] = {}
         if self._takes_rng:
             key = [self.spec.seed, _STEP, replica, step]
@@ -319,25 +319,31 @@ class Trainer:
                 if self._takes_out:
                     # A dict of its own: a model may put other arrays there, which are copied.
                     kwargs["out"] = dict(out)
-                answer = self.model.loss_and_grads(params, (x, y), **kwargs)
+                answer = self.model.loss_and_grads(params, arrays, **kwargs)
                 loss = self._accept(answer, out)
             else:
-                loss = self._compute_on(self._gpu, step, (x, y), params, out, kwargs)
+                loss = self._compute_on(self._gpu, step, arrays, params, out, kwargs)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             where = f"replica {replica}, step {step}, partition {batch.part}, batch {batch.index}"
             if isinstance(error, GradientError):
                 error = GradientError(f"{error} ({where})")
             raise UserCodeError(f"loss_and_grads of the model: {where}") from error
         self.host.computed(replica)
-        samples = len(x)
-        weight = samples / self.plan.batch_size
+        samples = len(arrays[0])
+        weight = self._weight(arrays) / self.plan.batch_size
         return Contribution(replica, weight, samples, loss, batch.part, batch.index)
+
+    def _weight(self, batch: tuple[Any, ...]) -> float:
+        """What the rows of a batch count together; 1 each, on average over all rows."""
+        if len(batch) == 2:
+            return float(len(batch[0]))
+        return metrics.total(batch[2]) / self.host.launch.data.mean_weight
 
     def _compute_on(
         self,
         gpu: Gpu,
         step: int,
-        batch: tuple[Any, Any],
+        batch: tuple[Any, ...],
         params: Mapping[str, Any],
         out: Mapping[str, Any],
         kwargs: dict[str, Any],
@@ -409,16 +415,15 @@ class Trainer:
     def _validate(self, part: int, params: Mapping[str, Any]) -> dict[str, list[float]] | None:
         """The sums of loss and metrics over the validation rows of a part; None without rows."""
         sums: dict[str, list[float]] = {}
-        for x, y in self.feed.validation(part):
+        for arrays in self.feed.validation(part):
             with calling(f"validation of partition {part}"):
-                batch = (x, y) if self._gpu is None else self._gpu.batch(x, y)
+                batch = arrays if self._gpu is None else self._gpu.batch(*arrays)
                 loss = mean_loss(self.model, params, batch)
                 scores = self.model.predict(params, batch[0]) if self.spec.metrics else None
-            rows = float(len(x))
-            sums["loss"] = metrics.add(sums.get("loss"), (rows, rows * loss))
+            sums["loss"] = metrics.add(sums.get("loss"), metrics.loss_sums(loss, arrays))
             for name in self.spec.metrics:
                 with calling(f"metric {name} of what predict returned"):
-                    one = metrics.sums(name, to_numpy(scores), y)
+                    one = metrics.sums(name, to_numpy(scores), *arrays[1:])
                 sums[name] = metrics.add(sums.get(name), one)
         return sums or None
 
@@ -451,7 +456,7 @@ class Trainer:
         }
 
 
-def mean_loss(model: Any, params: Mapping[str, Any], batch: tuple[Any, Any]) -> float:
+def mean_loss(model: Any, params: Mapping[str, Any], batch: tuple[Any, ...]) -> float:
     """The model's own ``loss``, else the one that comes with the gradients."""
     if hasattr(model, "loss") and callable(model.loss):
         return float(model.loss(params, batch))
