@@ -167,6 +167,7 @@ class Handle:
             ledger=None if status["ledger"] is None else Ledger.from_dict(status["ledger"]),
             classes=about["classes"],
             classification=about["classification"],
+            columns=about["columns"],
             metric_names=tuple(about["metrics"]),
             output=status["output"],
         )

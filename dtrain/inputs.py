@@ -1,7 +1,8 @@
 """From what people hand in to rows on the cluster: checks, labels, and the way there.
 
-NumPy arrays go into one file on each machine of the workers, which outlives any of them.  Dask
-arrays stay where they lie.  Neither passes through the scheduler.
+NumPy arrays and pandas frames go into one file on each machine of the workers, which outlives any
+of them.  Dask collections stay where they lie; of data frames arrays are made there, partition by
+partition.  Nothing passes through the scheduler.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from dtrain.cluster import Control
 from dtrain.config import settings
 from dtrain.errors import ClusterWarning, DataError, DeadlineError, JobFailed
+from dtrain.frames import Columns, is_frame, is_series, target
 from dtrain.job import Job, task_of
 from dtrain.runtime.data import ArrayRef, DataPlan, Parts
 from dtrain.runtime.inputfile import Contents, Delivery, FileRef
@@ -75,24 +77,42 @@ def prepare(
     StorageError, ClusterError, DeadlineError
         A worker, which is named, could not be given the data.  Nothing is left of it then.
     """
-    arrays, _ = checked(job, replicas)
+    arrays, columns = taken(job)
     held: list[Any] = []
+    # How many rows partitions have is known only once they are there.
+    unsized = {name: array for name, array in arrays.items() if not is_sized(array)}
+    if not unsized:
+        checked(job, arrays, replicas)
+    elif hasattr(job.model, "check"):
+        job.model.check(arrays["x"].shape, arrays["x"].dtype, arrays["y"].shape)
     arrays = dict(zip(arrays, persisted(client, list(arrays.values()), held), strict=True))
+    for name in unsized:
+        arrays[name] = _sized(client, arrays[name])
+    if unsized:
+        checked(job, arrays, replicas)
     classification = task_of(job.model) == "classification"
-    classes = None
+    classes, encoded = None, False
     if classification:
         labels = _labels(client, arrays["y"])
         classes = encode_labels(labels, getattr(job.model, "n_classes", None))
         if "valid_y" in arrays:
             _check_labels(_labels(client, arrays["valid_y"]), labels, classes, job.model)
+        targets = {name: arrays[name] for name in ("y", "valid_y") if name in arrays}
+        encoded = any(is_dask(y) and y.dtype.kind in "OUS" for y in targets.values())
+        if encoded:
+            # The lengths of strings, and so the types of arrays, differ from chunk to chunk.
+            made = [_encoded(y, labels) for y in targets.values()]
+            arrays.update(zip(targets, persisted(client, made, held), strict=True))
     mean_weight = mean_of(client, arrays["w"], "sample_weight") if "w" in arrays else 1.0
     if "valid_w" in arrays:
         mean_of(client, arrays["valid_w"], "validation weights")
     refs, delivery = placed(client, workers, {"": arrays, **(blobs or {})}, stacklevel=8)
     plan = DataPlan(
         **refs[""],
+        columns=columns,
         classification=classification,
         classes=classes,
+        encoded=encoded,
         mean_weight=mean_weight,
         file=None if delivery is None else delivery.file.name,
         holders=() if delivery is None else tuple(workers),
@@ -101,24 +121,62 @@ def prepare(
     return Inputs(plan, held, delivery)
 
 
-def checked(job: Job, replicas: int) -> tuple[dict[str, Any], Parts]:
-    """The arrays of a job, by their names in a :class:`DataPlan`, and which rows are whose.
+#: What the arrays of a job are called in messages, by their names in a :class:`DataPlan`.
+NAMES = {
+    "x": "X",
+    "y": "y",
+    "w": "sample_weight",
+    "valid_x": "validation X",
+    "valid_y": "validation y",
+    "valid_w": "validation weights",
+}
+
+
+def taken(job: Job) -> tuple[dict[str, Any], Columns | None]:
+    """What a job is given, as NumPy and Dask arrays, by their names in a :class:`DataPlan`.
+
+    Of a frame, the second says what its columns are.  Nothing is computed or sent; what cannot be
+    trained on whatever its rows are is a DataError.
+    """
+    given = {"x": job.X, "y": job.y, "w": job.sample_weight}
+    given.update(zip(("valid_x", "valid_y", "valid_w"), job.validation_data or (), strict=False))
+    columns = Columns.of(job.X, NAMES["x"]) if is_frame(job.X) else None
+    arrays = {}
+    for name, value in given.items():
+        if value is None and name in ("w", "valid_w"):
+            continue
+        shown = NAMES[name]
+        if value is None:
+            raise DataError(f"{shown}: found None, expected one target for each row")
+        if name in ("x", "valid_x"):
+            arrays[name] = features_of(value, columns, shown)
+        else:
+            arrays[name] = column_of(value, shown)
+    return arrays, columns
+
+
+def checked(job: Job, arrays: Mapping[str, Any], replicas: int) -> Parts:
+    """See that arrays fit each other and the model; which rows are whose.
 
     Nothing is computed or sent.  Raises DataError as :func:`prepare` does.
     """
-    x, y = _checked(job.X, job.y, "X", "y", job.model)
-    arrays = {"x": x, "y": y}
-    if job.sample_weight is not None:
-        arrays["w"] = _weights(job.sample_weight, "sample_weight", x, "X")
-    if job.validation_data is not None:
-        valid_x, valid_y, *weights = job.validation_data
-        names = ("validation X", "validation y")
-        valid_x, valid_y = _checked(valid_x, valid_y, *names, job.model, like=x)
-        arrays.update(valid_x=valid_x, valid_y=valid_y)
-        if weights:
-            arrays["valid_w"] = _weights(weights[0], "validation weights", valid_x, names[0])
+    for name, array in arrays.items():
+        if not is_sized(array):
+            raise DataError(
+                f"{NAMES[name]}: found partitions of unknown sizes, expected known ones; "
+                f"compute_chunk_sizes() of an array, or to_dask_array(lengths=True), finds them"
+            )
+    x = arrays["x"]
+    _check(x, arrays["y"], NAMES["x"], NAMES["y"], job.model)
+    if "w" in arrays:
+        _check_weights(arrays["w"], NAMES["w"], x, NAMES["x"])
+    if "valid_x" in arrays:
+        valid_x = arrays["valid_x"]
+        _check(valid_x, arrays["valid_y"], NAMES["valid_x"], NAMES["valid_y"], job.model, like=x)
+        if "valid_w" in arrays:
+            _check_weights(arrays["valid_w"], NAMES["valid_w"], valid_x, NAMES["valid_x"])
     # Whether there are rows enough, before anything is sent.
-    parts = Parts.of(
+    return Parts.of(
         x.shape[0],
         None if "valid_x" not in arrays else arrays["valid_x"].shape[0],
         fraction=job.validation_split,
@@ -128,7 +186,6 @@ def checked(job: Job, replicas: int) -> tuple[dict[str, Any], Parts]:
         steps=job.steps,
         seed=job.seed,
     )
-    return arrays, parts
 
 
 # -- shapes -------------------------------------------------------------------------------------
@@ -138,13 +195,20 @@ def is_dask(array: Any) -> bool:
     return hasattr(array, "__dask_graph__") and hasattr(array, "chunks")
 
 
-def _checked(
-    x: Any, y: Any, x_name: str, y_name: str, model: Any, like: Any = None
-) -> tuple[Any, Any]:
-    """Arrays of numbers with as many rows each, that fit the model."""
-    if y is None:
-        raise DataError(f"{y_name}: found None, expected one target for each row of {x_name}")
-    x, y = array_of(x, x_name), array_of(y, y_name)
+def is_sized(array: Any) -> bool:
+    """Whether it is known how many rows an array has."""
+    return not math.isnan(array.shape[0])
+
+
+def rows_of(value: Any) -> int | None:
+    """How many rows what people hand in has; None if only computing would tell."""
+    if not hasattr(value, "__dask_graph__"):
+        return len(value)
+    return int(value.shape[0]) if is_dask(value) and is_sized(value) else None
+
+
+def _check(x: Any, y: Any, x_name: str, y_name: str, model: Any, like: Any = None) -> None:
+    """Numbers with as many rows each, that fit the model."""
     if x.ndim < 2:
         raise DataError(
             f"{x_name}: found shape {x.shape}, expected (rows, features); "
@@ -170,19 +234,16 @@ def _checked(
         raise DataError(f"{y_name}: found dtype {y.dtype}, expected numbers to regress on")
     if hasattr(model, "check"):
         model.check(x.shape, x.dtype, y.shape)
-    return x, y
 
 
-def _weights(w: Any, name: str, x: Any, x_name: str) -> Any:
+def _check_weights(w: Any, name: str, x: Any, x_name: str) -> None:
     """One number for each row."""
-    w = array_of(w, name)
     if w.dtype.kind not in "fiub":
         raise DataError(f"{name}: found dtype {w.dtype}, expected numbers")
     if w.shape != (x.shape[0],):
         raise DataError(
             f"{name}: found shape {w.shape}, expected ({x.shape[0]},), one for each row of {x_name}"
         )
-    return w
 
 
 def mean_of(client: Client, w: Any, name: str) -> float:
@@ -215,14 +276,73 @@ def _extent(block: Any) -> Any:
     return delayed(extent, pure=False)(block)
 
 
+def features_of(value: Any, columns: Columns | None, name: str) -> Any:
+    """A NumPy or Dask array of features; of a frame its columns as they are in training."""
+    if not is_frame(value):
+        return array_of(value, name)
+    if columns is None:
+        columns = Columns.of(value, name)
+    if not hasattr(value, "__dask_graph__"):
+        return columns.encode(value, name)
+    missing = [column for column in columns.names if column not in value.columns]
+    if not missing:
+        value = value[list(columns.names)]
+    return _partitions(value, columns.encode, name, (columns.width,), columns.dtype)
+
+
+def column_of(value: Any, name: str) -> Any:
+    """A NumPy or Dask array of targets, or of weights; of a frame its column, or columns."""
+    if is_frame(value):
+        if len(value.columns) != 1:
+            columns = Columns.of(value, name)
+            return features_of(value, columns, name)
+        value = value[value.columns[0]]
+    if not is_series(value):
+        return array_of(value, name)
+    if not hasattr(value, "__dask_graph__"):
+        return target(value, name)
+    return _partitions(value, target, name, (), target(value._meta, name).dtype)
+
+
+def _partitions(
+    frame: Any,
+    encode: Callable[[Any, str], np.ndarray],
+    name: str,
+    tail: tuple[int, ...],
+    dtype: Any,
+) -> Any:
+    """A Dask array of what ``encode`` makes of each partition, of unknown numbers of rows."""
+    import dask.array as da
+    from dask import delayed
+
+    made = delayed(encode, pure=True)
+    shape = (math.nan, *tail)
+    return da.concatenate(
+        [da.from_delayed(made(part, name), shape, dtype) for part in frame.to_delayed()],
+        allow_unknown_chunksizes=True,
+    )
+
+
+def _sized(client: Client, array: Any) -> Any:
+    """A persisted array with what its chunks' rows were found to be where they lie."""
+    from dask import delayed
+
+    count = delayed(len, pure=False)
+    blocks = array.to_delayed().reshape(len(array.chunks[0]), -1)[:, 0]
+    rows = client.gather(client.compute([count(block) for block in blocks]), direct=True)
+    array = array.copy()
+    array._chunks = (tuple(rows), *array.chunks[1:])
+    return array
+
+
 def array_of(value: Any, name: str) -> Any:
     """A NumPy or Dask array of rows; DataError, which names it, for what is none."""
     if is_dask(value):
         return _dask_array(value, name)
     if hasattr(value, "__dask_graph__"):
         raise DataError(
-            f"{name}: found {type(value).__name__}, expected a NumPy or dask array "
-            f"(a dask dataframe has to_dask_array(lengths=True))"
+            f"{name}: found {type(value).__name__}, expected an array or a frame, of NumPy, pandas "
+            f"or Dask"
         )
     if np.ma.isMaskedArray(value):
         raise DataError(f"{name}: found a masked array, expected one without masked values")
@@ -244,10 +364,9 @@ def _strings(array: np.ndarray) -> bool:
 def _dask_array(array: Any, name: str) -> Any:
     if np.ma.isMaskedArray(array._meta):
         raise DataError(f"{name}: found a masked array, expected one without masked values")
-    if any(np.isnan(n) for n in array.shape):
+    if any(np.isnan(n) for n in array.shape[1:]):
         raise DataError(
-            f"{name}: found chunks of unknown sizes {array.chunks}, expected known ones; "
-            f"call {name}.compute_chunk_sizes() first"
+            f"{name}: found shape {array.shape}, expected known sizes but for the number of rows"
         )
     if array.ndim and any(len(chunks) > 1 for chunks in array.chunks[1:]):
         sizes = dict.fromkeys(range(1, array.ndim), -1)
@@ -298,6 +417,17 @@ def encode_labels(labels: np.ndarray, n_classes: int | None) -> np.ndarray | Non
             f"expected at most {n_classes}, the model's number of classes"
         )
     return labels
+
+
+def _encoded(y: Any, labels: np.ndarray) -> Any:
+    """The places of labels among the sorted ``labels``, int64, of the same chunks."""
+    if not is_dask(y):
+        return np.searchsorted(labels, y.astype(labels.dtype))
+    return y.map_blocks(_places, labels, dtype=np.int64, meta=np.zeros((0,) * y.ndim, np.int64))
+
+
+def _places(y: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return np.searchsorted(labels, np.asarray(y).astype(labels.dtype))
 
 
 def _check_labels(

@@ -12,7 +12,7 @@ from dask.utils import format_bytes
 
 from dtrain.cluster import able, connect, current_client, install
 from dtrain.errors import SpecError
-from dtrain.inputs import checked
+from dtrain.inputs import checked, taken
 from dtrain.job import Job
 from dtrain.layout import Layout
 from dtrain.machines.jobs import HostPlan, with_shards
@@ -195,7 +195,7 @@ def plan(
         members, resumed = [Member(f"worker {i}", "", 0.0) for i in range(count)], None
     replicas = job.replicas or resumed or len(members)
     spec = job.spec(detach=True).resolved(replicas=replicas, workers=len(members))
-    parts = checked(job, replicas)[1]
+    parts = checked(job, taken(job)[0], replicas)
     layout = _layout(job)
     shards = split(spec, layout)
     hosts = place(members, replicas, partitioner_of(spec).most, {})

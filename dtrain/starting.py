@@ -11,6 +11,7 @@ import numpy as np
 
 from dtrain.config import settings
 from dtrain.errors import CheckpointError, DeadlineError, SpecError
+from dtrain.inputs import rows_of
 from dtrain.job import Job
 from dtrain.result import Result, load
 from dtrain.runtime import checkpoint
@@ -76,7 +77,7 @@ def preflight(job: Job, client: Client, worker: str) -> int | None:
         )
     replicas: int = about["spec"]["replicas"]
     spec = job.spec(detach=True).resolved(replicas=job.replicas or replicas, workers=1)
-    problem = difference(about, spec.to_dict(), len(job.X))
+    problem = difference(about, spec.to_dict(), rows_of(job.X))
     if problem is not None:
         raise CheckpointError(f"{place}/{name}: {problem}")
     return replicas

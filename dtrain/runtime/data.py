@@ -18,6 +18,7 @@ import numpy as np
 from distributed.utils import offload
 
 from dtrain.errors import DataError
+from dtrain.frames import Columns
 from dtrain.machines.plan import Plan, cuts, order, split
 from dtrain.runtime.inputfile import PIECE, FileRef, array_at, fetch_rows
 
@@ -53,10 +54,12 @@ class ArrayRef:
 class DataPlan:
     """What a job trains and validates on.
 
-    ``classes`` are the labels in the order of their class indices, or None where the targets
-    are indices already (or numbers to regress on).
+    ``classes`` are the labels in the order of their class indices, or None where the labels
+    are indices themselves (or numbers to regress on).  ``encoded``: indices stand in ``y`` already.
 
     ``w`` are what the rows count, whose mean over all rows is ``mean_weight``; None: all the same.
+
+    ``columns`` are those of the frame that ``x`` was made of, if it was one.
 
     ``file`` is the name of the file that has the job's NumPy arrays, ``holders`` the workers that
     had it when the job was submitted.  ``blobs`` are further arrays in it, see :func:`read_blob`.
@@ -71,6 +74,8 @@ class DataPlan:
     valid_y: ArrayRef | None = None
     valid_w: ArrayRef | None = None
     mean_weight: float = 1.0
+    columns: Columns | None = None
+    encoded: bool = False
     file: str | None = None
     holders: tuple[str, ...] = ()
     blobs: Mapping[str, Mapping[str, ArrayRef]] = field(default_factory=dict)
@@ -85,6 +90,7 @@ class DataPlan:
         return {
             "classes": self.classes,
             "classification": self.classification,
+            "columns": self.columns,
             "metrics": list(metrics),
         }
 
@@ -346,7 +352,7 @@ class Encoder:
 
     def __init__(self, data: DataPlan) -> None:
         self._classification = data.classification
-        self._classes = data.classes
+        self._classes = None if data.encoded else data.classes
 
     def __call__(self, y: np.ndarray) -> np.ndarray:
         if not self._classification:

@@ -22,6 +22,7 @@ import numpy as np
 
 from dtrain._version import __version__
 from dtrain.errors import ModelFileError, SpecError, StorageError
+from dtrain.frames import Columns
 from dtrain.runtime.files import sync, write
 
 FORMAT = 1
@@ -39,6 +40,7 @@ class Saved:
     version: int
     metrics: tuple[str, ...] = ()
     history: tuple[dict[str, Any], ...] = ()
+    columns: Columns | None = None
 
 
 def save(path: str | os.PathLike[str], saved: Saved) -> Path:
@@ -59,6 +61,7 @@ def save(path: str | os.PathLike[str], saved: Saved) -> Path:
         "classification": saved.classification,
         "classes": None if saved.classes is None else _plain(saved.classes),
         "version": saved.version,
+        "columns": None if saved.columns is None else saved.columns.to_dict(),
         "metrics": list(saved.metrics),
         "history": list(saved.history),
         "sha256": hashlib.sha256(payload).hexdigest(),
@@ -129,7 +132,7 @@ def load(path: str | os.PathLike[str], model: Any = None) -> Saved:
         )
     try:
         params = decode(payload)
-        classes = manifest["classes"]
+        classes, columns = manifest["classes"], manifest.get("columns")
         return Saved(
             params=params,
             model=model if model is not None else _rebuild(source, manifest["model"]),
@@ -137,6 +140,7 @@ def load(path: str | os.PathLike[str], model: Any = None) -> Saved:
             classification=bool(manifest["classification"]),
             version=int(manifest["version"]),
             metrics=tuple(manifest["metrics"]),
+            columns=None if columns is None else Columns.from_dict(columns),
             history=tuple(manifest["history"]),
         )
     except (KeyError, TypeError, ValueError, SafetensorError) as error:

@@ -439,6 +439,7 @@ class Trainer:
                 model=self.model,
                 classes=data.classes,
                 classification=data.classification,
+                columns=data.columns,
                 version=version,
                 metrics=self.spec.metrics,
                 history=tuple(self.host.history),

@@ -260,14 +260,20 @@ def _check(host: Host, entry: Entry, found: Snapshot, initial: State) -> None:
         raise CheckpointError(f"{entry.where}/{entry.name}: {problem}")
 
 
-def difference(about: Mapping[str, Any], spec: Mapping[str, Any], rows: int) -> str | None:
-    """Why a job of this spec cannot go on from a checkpoint, in words; None if it can."""
+def difference(about: Mapping[str, Any], spec: Mapping[str, Any], rows: int | None) -> str | None:
+    """Why a job of this spec cannot go on from a checkpoint, in words; None if it can.
+
+    ``rows`` is None where it is not known yet.
+    """
     pairs = [(name, about["spec"].get(name), spec[name]) for name in _SAME]
     was, wanted = about["spec"].get("backups", 0), spec["backups"]
     if about["spec"]["mode"] == spec["mode"] and bool(was) != bool(wanted):
         # Which batches are left follows from the number of steps in the one case alone.
         return _differs("backups", was, wanted)
-    for name, was, wanted in [*pairs, ("rows", about["rows"], rows)]:
+    for name, was, wanted in [
+        *pairs,
+        ("rows", about["rows"], about["rows"] if rows is None else rows),
+    ]:
         if was != wanted:
             return _differs(name, was, wanted)
     was, wanted = about["spec"]["optimizer"], spec["optimizer"]

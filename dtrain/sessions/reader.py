@@ -16,7 +16,7 @@ from dtrain.checks import flag
 from dtrain.cluster import Control
 from dtrain.config import settings
 from dtrain.errors import DataError, QueueClosed, SpecError
-from dtrain.inputs import array_of, persisted, placed
+from dtrain.inputs import array_of, is_sized, persisted, placed
 from dtrain.runtime.queues.batches import Batching, BatchReader
 from dtrain.sessions.shared import TIMEOUT, Place, Shared, life_of, locate, timeout_of
 from dtrain.spec import whole
@@ -218,6 +218,12 @@ def _made(
 def _checked(x: Any, y: Any) -> list[Any]:
     """X, and y if there is one: arrays of as many rows each."""
     arrays = [array_of(x, "X")] + ([] if y is None else [array_of(y, "y")])
+    for name, array in zip(("X", "y"), arrays, strict=False):
+        if not is_sized(array):
+            raise DataError(
+                f"{name}: found chunks of unknown sizes {array.chunks}, expected known ones; "
+                f"call {name}.compute_chunk_sizes() first"
+            )
     if not arrays[0].shape[0]:
         raise DataError("X: found 0 rows, expected one or more")
     if len(arrays) == 2 and arrays[0].shape[0] != arrays[1].shape[0]:

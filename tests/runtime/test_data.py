@@ -92,17 +92,23 @@ def test_errors_of_the_users_graph_come_up(threaded):
         fit(threaded, x=dX)
 
 
-@pytest.mark.parametrize(
-    ("array", "words"),
-    [
-        (lambda: da.from_array(X, chunks=(100, 2)), r"rechunk\(\{1: -1\}\)"),
-        (lambda: da.from_array(X, chunks=(100, -1))[da.from_array(Y, chunks=100) > 0],
-         "compute_chunk_sizes"),
-    ],
-)  # fmt: skip
-def test_chunks_that_cannot_be_read_by_rows(threaded, array, words):
-    with pytest.raises(dtrain.DataError, match=words):
-        fit(threaded, x=array())
+def test_chunks_along_columns_cannot_be_read_by_rows(threaded):
+    with pytest.raises(dtrain.DataError, match=r"rechunk\(\{1: -1\}\)"):
+        fit(threaded, x=da.from_array(X, chunks=(100, 2)))
+
+
+def test_chunks_of_unknown_sizes(threaded):
+    """How many rows they have is found where they lie, also that some have none."""
+    keep = (X[:, 0] > 0) & ((np.arange(400) < 200) | (np.arange(400) >= 300))
+    cut = da.from_array(keep, chunks=100)
+    dX, dY = da.from_array(X, chunks=(100, -1))[cut], da.from_array(Y, chunks=100)[cut]
+    assert np.isnan(dX.shape[0])
+    plain = fit(threaded, x=X[keep], y=Y[keep], validation_split=0.2)
+    assert bits(fit(threaded, x=dX, y=dY, validation_split=0.2)) == bits(plain)
+    with pytest.raises(dtrain.DataError, match=r"X has \d+ rows and y has 400"):
+        fit(threaded, x=dX)
+    with pytest.raises(dtrain.DataError, match="X: found partitions of unknown sizes"):
+        dtrain.plan(Linear(5), dX, dY, client=threaded)
 
 
 @pytest.mark.parametrize(
