@@ -93,15 +93,15 @@ def prepare(
     classification = task_of(job.model) == "classification"
     classes, encoded = None, False
     if classification:
-        labels = _labels(client, arrays["y"])
+        labels = labels_of(client, arrays["y"])
         classes = encode_labels(labels, getattr(job.model, "n_classes", None))
         if "valid_y" in arrays:
-            _check_labels(_labels(client, arrays["valid_y"]), labels, classes, job.model)
+            _check_labels(labels_of(client, arrays["valid_y"]), labels, classes, job.model)
         targets = {name: arrays[name] for name in ("y", "valid_y") if name in arrays}
         encoded = any(is_dask(y) and y.dtype.kind in "OUS" for y in targets.values())
         if encoded:
             # The lengths of strings, and so the types of arrays, differ from chunk to chunk.
-            made = [_encoded(y, labels) for y in targets.values()]
+            made = [encoded_labels(y, labels) for y in targets.values()]
             arrays.update(zip(targets, persisted(client, made, held), strict=True))
     mean_weight = mean_of(client, arrays["w"], "sample_weight") if "w" in arrays else 1.0
     if "valid_w" in arrays:
@@ -380,7 +380,7 @@ def _dask_array(array: Any, name: str) -> Any:
 # -- labels -------------------------------------------------------------------------------------
 
 
-def _labels(client: Client, y: Any) -> np.ndarray:
+def labels_of(client: Client, y: Any) -> np.ndarray:
     """The sorted unique labels; those of a dask array are found where its chunks lie."""
     if is_dask(y):
         parts = client.compute([_unique(block) for block in y.to_delayed().ravel()])
@@ -419,7 +419,7 @@ def encode_labels(labels: np.ndarray, n_classes: int | None) -> np.ndarray | Non
     return labels
 
 
-def _encoded(y: Any, labels: np.ndarray) -> Any:
+def encoded_labels(y: Any, labels: np.ndarray) -> Any:
     """The places of labels among the sorted ``labels``, int64, of the same chunks."""
     if not is_dask(y):
         return np.searchsorted(labels, y.astype(labels.dtype))

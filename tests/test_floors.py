@@ -50,6 +50,7 @@ FLOORS = {
     "dtrain.prediction": FACES,
     "dtrain.result": FACES,
     "dtrain.sessions": FACES,
+    "dtrain.sklearn": FACES,
     "dtrain.progress": FACES,
     "dtrain.specfile": FACES,
     "dtrain": FACES,
