@@ -36,12 +36,19 @@ def flag(key: str, value: Any) -> bool:
     return value
 
 
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """`` (did you mean 'this'?)``, where a known name is like it; else nothing."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = get_close_matches(str(name).lower(), lower, n=1)
+    return f" (did you mean {lower[close[0]]!r}?)" if close else ""
+
+
 def choice(key: str, value: Any, allowed: Iterable[str]) -> str:
     """``value`` if it is one of ``allowed``; the message guesses what was meant."""
     names = list(allowed)
     if not isinstance(value, str) or value not in names:
         raise SpecError(
-            f"{key}: found {value!r}, expected one of {_list(names)}{_hint(value, names)}"
+            f"{key}: found {value!r}, expected one of {_list(names)}{did_you_mean(value, names)}"
         )
     return value
 
@@ -72,14 +79,9 @@ def arguments(owner: str, found: Iterable[str], allowed: Iterable[str]) -> None:
         if name not in names:
             raise SpecError(
                 f"{owner}: found an argument {name!r}, expected only {_list(names)}"
-                f"{_hint(name, names)}"
+                f"{did_you_mean(name, names)}"
             )
 
 
 def _list(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names)
-
-
-def _hint(value: Any, names: list[str]) -> str:
-    close = get_close_matches(value, names, n=1) if isinstance(value, str) else []
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -6,13 +6,13 @@ has the same bits on any number of workers.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dtrain.checks import did_you_mean
 from dtrain.errors import DataError, SpecError
 from dtrain.tree import tree_sum
 
@@ -134,11 +134,9 @@ def check_metrics(names: Iterable[Any], task: str) -> tuple[str, ...]:
     allowed = sorted(name for name, metric in METRICS.items() if metric.task == task)
     for name in names:
         if name not in allowed:
-            close = difflib.get_close_matches(str(name), allowed, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise SpecError(
-                f"metrics: found {name!r}{hint}, expected some of {', '.join(allowed)} "
-                f"for a model whose task is {task}"
+                f"metrics: found {name!r}{did_you_mean(name, allowed)}, expected some of "
+                f"{', '.join(allowed)} for a model whose task is {task}"
             )
     return tuple(names)
 

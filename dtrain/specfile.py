@@ -7,13 +7,11 @@ its data and its code can be moved as one.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
 import tomllib
-import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +19,18 @@ from traceback import extract_tb
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import cloudpickle
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dtrain.checks import did_you_mean
+from dtrain.datafiles import Unreadable, Wanted, read
 from dtrain.errors import DataError, SpecError
+from dtrain.frames import is_frame, is_series
 
 if TYPE_CHECKING:
     from dtrain import Job
 
 _FACTORY = '"package.module:function"'
+_FILES = "the path of a npz, npy, parquet, csv or zarr file"
 
 
 # --- What a file may hold.  Each description completes "expected ...".
@@ -51,11 +52,14 @@ class _Kind(_Table):
 
 
 class _Data(_Table):
-    path: str | None = Field(None, description="the path of a .npz or .npy file")
-    factory: str | None = Field(None, description=f"{_FACTORY} that returns (X, y)")
+    path: str | None = Field(None, description=f"{_FILES}")
+    factory: str | None = Field(None, description=f"{_FACTORY} that returns (X, y), or (X, y, w)")
     args: dict[str, Any] = Field({}, description="a table of arguments for the factory")
     target: str | int | None = Field(
-        None, description="the name of an array (npz) or the index of a column (npy)"
+        None, description="the name of an array or a column, or the index of a column (npy)"
+    )
+    sample_weight: str | int | None = Field(
+        None, description="the name of an array or a column, or the index of a column (npy)"
     )
     features: (
         str
@@ -64,11 +68,11 @@ class _Data(_Table):
         | None
     ) = Field(
         None,
-        description="the name of an array or a list of names (npz), or a list of column "
+        description="the name of an array or a column, a list of names, or a list of column "
         "indices (npy)",
     )
     validation: Annotated[float, Field(gt=0, lt=1)] | str | None = Field(
-        None, description="a fraction between 0 and 1, or the path of a .npz or .npy file"
+        None, description=f"a fraction between 0 and 1, or {_FILES}"
     )
 
 
@@ -172,10 +176,12 @@ def load_job(path: str | Path, *, name: str | None = None, output: str | Path | 
         raise SpecError("\n".join(_problems(error, document, spec.path))) from None
     spec.make_importable()
 
-    X, y = spec.training_data(file.data)
+    X, y, *weights = spec.training_data(file.data)
     model = spec.model(file.model)
     train = file.train
     chosen = train.model_dump(exclude=_NOT_AS_IS, exclude_none=True)
+    if weights:
+        chosen["sample_weight"] = weights[0]
     if train.metrics is not None:
         chosen["metrics"] = tuple(train.metrics)
     if train.optimizer is not None:
@@ -278,7 +284,7 @@ class _Reader:
                 key,
                 f"found {reference!r}, but the module {module_name!r} "
                 f"({getattr(module, '__file__', None) or 'built in'}) has no function "
-                f"{attribute!r}{_did_you_mean(attribute, vars(module))}",
+                f"{attribute!r}{did_you_mean(attribute, vars(module))}",
             )
         try:
             return function(**args)
@@ -372,154 +378,57 @@ class _Reader:
 
     # The data.
 
-    def training_data(self, data: _Data) -> tuple[Any, Any]:
+    def training_data(self, data: _Data) -> tuple[Any, ...]:
+        """X and y, and weights if there are any."""
         if (data.path is None) == (data.factory is None):
             found = "neither" if data.path is None else "both"
             raise self.error("data", f"found {found}, expected either a path or a factory")
         if data.path is not None:
             if "args" in data.model_fields_set:
                 raise self.error("data.args", "found with a path, expected only with a factory")
-            return self.arrays("data.path", data.path, data)
+            return self._read("data.path", data.path, data)
         assert data.factory is not None
-        for key in ("target", "features"):
+        for key in ("target", "features", "sample_weight"):
             if getattr(data, key) is not None:
                 raise self.error(f"data.{key}", "found with a factory, expected only with a path")
-        pair = self.call("data.factory", data.factory, data.args)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            size = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
+        made = self.call("data.factory", data.factory, data.args)
+        if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+            size = f" of {len(made)}" if isinstance(made, tuple | list) else ""
             raise self.error(
                 "data.factory",
-                f"{data.factory!r} returned a {type(pair).__name__}{size}, expected (X, y)",
+                f"{data.factory!r} returned a {type(made).__name__}{size}, expected (X, y), or "
+                f"(X, y, w) with weights",
             )
-        X, y = pair
-        self._check_rows("data.factory", repr(data.factory), X, y)
-        return X, y
+        self._check_rows("data.factory", repr(data.factory), *made[:2])
+        return tuple(made)
 
-    def validation_data(self, data: _Data, X: Any) -> tuple[Any, Any]:
+    def validation_data(self, data: _Data, X: Any) -> tuple[Any, ...]:
         assert isinstance(data.validation, str)
-        Xv, yv = self.arrays("data.validation", data.validation, data)
-        shape = getattr(X, "shape", None)
-        if shape is not None and Xv.shape[1:] != shape[1:]:
+        arrays = self._read("data.validation", data.validation, data)
+        shape, found = getattr(X, "shape", None), arrays[0].shape
+        if shape is not None and found[1:] != shape[1:]:
             raise DataError(
                 f"{self.path}: data.validation: the features in {self.resolve(data.validation)} "
-                f"have the shape {Xv.shape}, those to train on (from {data.path or data.factory}) "
+                f"have the shape {found}, those to train on (from {data.path or data.factory}) "
                 f"have {shape}: expected the same but for the rows"
             )
-        return Xv, yv
+        return arrays
 
-    def arrays(self, key: str, text: str, data: _Data) -> tuple[np.ndarray, np.ndarray]:
-        path = self.resolve(text)
-        readers = {".npz": self._from_npz, ".npy": self._from_npy}
-        if path.suffix not in readers:
-            raise self.error(key, f"found {text!r}, expected the path of a .npz or .npy file")
-        if not path.is_file():
-            raise self.error(key, f"found {text!r}, but there is no file {path}")
-        X, y = readers[path.suffix](key, path, data)
-        if X.dtype.kind not in "biuf":
-            raise DataError(
-                f"{self.path}: {key}: the features in {path} are of dtype {X.dtype}, "
-                "expected numbers"
-            )
-        self._check_rows(key, str(path), X, y)
-        return X, y
-
-    def _from_npz(self, key: str, path: Path, data: _Data) -> tuple[np.ndarray, np.ndarray]:
-        with self._readable(key, path), np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise self.error(key, f"{path} is a single array, expected an npz archive")
-            held = archive.files
-            features = self._names("features", data.features, ("X", "x"), held, path)
-            (target,) = self._names("target", data.target, ("y",), held, path)
-            arrays = {name: archive[name] for name in {*features, target}}
-        y = arrays[target]
-        if not isinstance(data.features, list):
-            return arrays[features[0]], y
-        shapes = {name: arrays[name].shape for name in features}
-        if {len(shape) for shape in shapes.values()} - {1, 2} or (
-            len({shape[0] for shape in shapes.values()}) > 1
-        ):
-            raise DataError(
-                f"{self.path}: data.features: the arrays in {path} have the shapes {shapes}, "
-                "expected one or two dimensions and as many rows in each"
-            )
-        columns = [arrays[n] if arrays[n].ndim == 2 else arrays[n][:, None] for n in features]
-        return np.concatenate(columns, axis=1), y
-
-    def _names(
-        self, key: str, wanted: Any, usual: tuple[str, ...], held: list[str], path: Path
-    ) -> list[str]:
-        """The arrays of an npz file that a key means."""
-        if wanted is None:
-            present = [name for name in usual if name in held]
-            if not present:
-                raise self.error(
-                    f"data.{key}",
-                    f"not given, and {path} has no array {' or '.join(map(repr, usual))}; "
-                    f"expected one of its arrays: {', '.join(held)}",
-                )
-            return present[:1]
-        names = wanted if isinstance(wanted, list) else [wanted]
-        for name in names:
-            if name not in held:
-                raise self.error(
-                    f"data.{key}",
-                    f"found {name!r}{_did_you_mean(name, held)}, "
-                    f"expected an array of {path}: {', '.join(held)}",
-                )
-        return names
-
-    def _from_npy(self, key: str, path: Path, data: _Data) -> tuple[np.ndarray, np.ndarray]:
-        with self._readable(key, path):
-            table = np.load(path, allow_pickle=False)
-        if not isinstance(table, np.ndarray):
-            raise self.error(key, f"{path} is an npz archive, expected a single array")
-        if table.ndim != 2 or table.shape[1] < 2:
-            raise DataError(
-                f"{self.path}: {key}: the array in {path} has the shape {table.shape}, expected "
-                "two dimensions, with a column for the target and at least one for the features"
-            )
-        count = table.shape[1]
-        # The last column is the target where none is named, as in most tables.
-        target = self._column("target", -1 if data.target is None else data.target, count, path)
-        if data.features is None:
-            return np.delete(table, target, axis=1), table[:, target]
-        if not isinstance(data.features, list):
-            raise self.error(
-                "data.features",
-                f"found {data.features!r}, expected a list of column indices, as {path} is an "
-                "array without names",
-            )
-        features = [self._column("features", index, count, path) for index in data.features]
-        if target in features:
-            raise self.error("data.features", f"found column {target}, which is the target")
-        return table[:, features], table[:, target]
-
-    def _column(self, key: str, index: Any, count: int, path: Path) -> int:
-        if not isinstance(index, int) or not -count <= index < count:
-            raise self.error(
-                f"data.{key}",
-                f"found {index!r}, expected the index of a column of {path}, "
-                f"from {-count} to {count - 1}",
-            )
-        return index % count
-
-    @contextmanager
-    def _readable(self, key: str, path: Path) -> Iterator[None]:
+    def _read(self, key: str, text: str, data: _Data) -> tuple[Any, ...]:
+        wanted = Wanted(data.features, data.target, data.sample_weight)
         try:
-            yield
-        except SpecError:
-            raise
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            # NumPy's own words propose to allow pickles, which run code: never here.
-            if "Object arrays" in str(error):
-                text = f"an array in {path} holds Python objects, expected numbers or text"
-            else:
-                text = f"{path} is damaged or not a {path.suffix} file"
-            raise self.error(key, text) from error
-        except OSError as error:
-            raise self.error(key, f"{path} cannot be read: {error.strerror or error}") from error
+            arrays = read(text, self.path.parent, wanted)
+        except Unreadable as problem:
+            place = key if problem.key is None else f"data.{problem.key}"
+            raise self.error(place, str(problem)) from problem
+        except DataError as error:
+            raise DataError(f"{self.path}: {key}: {error}") from error
+        self._check_rows(key, str(self.resolve(text)), *arrays[:2])
+        return arrays
 
     def _check_rows(self, key: str, origin: str, X: Any, y: Any) -> None:
+        if is_frame(X) or is_series(y):
+            return  # its rows may not be known
         shapes = [getattr(array, "shape", None) for array in (X, y)]
         if any(shape is None for shape in shapes):
             return  # not an array: the job itself will say what it takes
@@ -550,7 +459,7 @@ def _problems(error: ValidationError, document: Mapping[str, Any], path: Path) -
             keys.append(name)
             if name not in table.model_fields:
                 known = list(table.model_fields)
-                hint = _did_you_mean(name, known)
+                hint = did_you_mean(name, known)
                 text = f"found an unknown key{hint}, expected one of {', '.join(known)}"
                 break
             field = table.model_fields[name]
@@ -580,12 +489,6 @@ def _show(value: Any) -> str:
         return str(value).lower()
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _did_you_mean(name: Any, known: Collection[str]) -> str:
-    lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    return f" (did you mean {lower[close[0]]!r}?)" if close else ""
 
 
 def _located(error: SpecError | DataError, path: Path) -> SpecError | DataError:

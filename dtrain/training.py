@@ -7,7 +7,6 @@ loop, :mod:`dtrain.runtime.transport` takes gradients to :mod:`dtrain.runtime.sh
 
 from __future__ import annotations
 
-import difflib
 import io
 import warnings
 from collections import ChainMap
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import cloudpickle
 
+from dtrain.checks import did_you_mean
 from dtrain.cluster import Control, able, connect, install
 from dtrain.config import settings
 from dtrain.errors import ClusterWarning, SpecError
@@ -142,9 +142,7 @@ def job_of(model: Any, X: Any, y: Any, arguments: dict[str, Any]) -> Job:
         return model
     for name in arguments:
         if name not in FIELDS:
-            close = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise SpecError(f"{name}: no such argument{hint}")
+            raise SpecError(f"{name}: no such argument{did_you_mean(name, FIELDS)}")
     if X is None:
         raise SpecError("X: found None, expected an array of rows")
     return Job(model, X, y, **arguments)

@@ -53,6 +53,7 @@ FLOORS = {
     "dtrain.sklearn": FACES,
     "dtrain.progress": FACES,
     "dtrain.specfile": FACES,
+    "dtrain.datafiles": FACES,
     "dtrain": FACES,
 }
 

@@ -491,7 +491,7 @@ def test_missing_and_odd_files(tmp_path):
         ('path = "d.npz"\nargs = {a = 1}', ["data.args: ", "only with a factory"]),
         ('factory = "a:b"\ntarget = "y"', ["data.target: ", "only with a path"]),
         ('path = "none.npz"', ["data.path: found 'none.npz'", "no file"]),
-        ('path = "d.csv"', ["data.path: found 'd.csv'", ".npz or .npy"]),
+        ('path = "d.txt"', ["data.path: found 'd.txt'", "ends in .npz, .npy, .parquet, .csv"]),
         ('path = "d.npz"\ntarget = "Y"', ["data.target: found 'Y'", "did you mean 'y'", "X, y"]),
         ('path = "d.npz"\ntarget = 0', ["data.target: found 0", "X, y"]),
         ('path = "d.npz"\nfeatures = ["X", "z"]', ["data.features: found 'z'", "X, y"]),
@@ -566,7 +566,7 @@ def test_validation_of_another_width(spec, tmp_path):
         ("\ndef load(): 1 / 0", "load", ["raised ZeroDivisionError: division by zero", "line 2"]),
         ("def load(rows): pass", "load", ["raised TypeError", "'rows'"]),
         ("def load(): return 3", "load", ["returned a int, expected (X, y)"]),
-        ("def load(): return 1, 2, 3", "load", ["returned a tuple of 3, expected (X, y)"]),
+        ("def load(): return 1,", "load", ["returned a tuple of 1, expected (X, y)"]),
     ],
 )
 def test_factories_that_fail(spec, module, code, function, words):
