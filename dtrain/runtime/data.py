@@ -1,8 +1,9 @@
 """Training data where it lies: rows of chunks that Dask workers hold, or of a mapped file.
 
-A Dask array is a list of chunks along its first axis, each a key of the cluster.  A replica reads
-the chunks of its own worker in place, and asks the workers that hold the others for just the
-rows of the next batch.  A NumPy array lies whole in a file of the machine
+A Dask array is a list of chunks along its first axis, each a key of the cluster.  Before it
+begins, a replica copies the rows of its part beside itself, once, if there is room for them.  Else
+it reads the chunks of its own worker in place, and asks the workers that hold the others for just
+the rows of the next batch.  A NumPy array lies whole in a file of the machine
 (:mod:`dtrain.runtime.inputfile`): that is one chunk, and all its rows are here.
 """
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 #: Rows of one evaluation batch.
 EVALUATION_ROWS = 1024
+
+#: What of a worker's memory limit, and of a worker that has none, the copies of rows may take.
+_ROOM, _ROOM_BYTES = 0.2, 1 << 30
 
 #: Seconds between two looks, while rows are on their way, whether they are still wanted.
 _SLICE = 0.5
@@ -195,6 +199,8 @@ class Rows:
         self._here: dict[int, np.ndarray] = {}
         #: the same, as rows of bytes, where its rows are contiguous
         self._bytes: dict[int, np.ndarray] = {}
+        #: rows of spans that were copied: first, past the last, the copy as rows of bytes
+        self._copies: list[tuple[int, int, np.ndarray]] = []
         #: rows outside the opened spans may be asked for, too
         self._strays = strays
         self._span = (ref.rows, 0)
@@ -225,6 +231,38 @@ class Rows:
         self._whole = not self._strays and (
             len(self._here) == 1 and self.ref.starts[i] <= start and stop <= self.ref.starts[i + 1]
         )
+
+    def copy(self, spans: Sequence[tuple[int, int]], room: int) -> int:
+        """Have the rows of the opened ``spans`` in one piece each; the bytes that this takes.
+
+        Nothing is copied where one piece has them, or where they take more than ``room`` bytes.
+        """
+        spans = [(start, stop) for start, stop in spans if stop > start]
+        row = self.buffer(1).nbytes
+        taken = sum(stop - start for start, stop in spans) * row
+        if self._whole or self.ref.file is not None or taken > room:
+            return 0
+        step = max(PIECE // max(row, 1), 1)
+        for start, stop in spans:
+            copy = self.buffer(stop - start)
+            for first in range(start, stop, step):
+                some = np.arange(first, min(first + step, stop))
+                out = copy[first - start : first - start + len(some)]
+                self.take(some, out, self.request(some))
+            self._copies.append((start, stop, as_bytes(copy)))
+        self._whole = not self._strays
+        return taken
+
+    def _copied(self, rows: np.ndarray) -> tuple[int, np.ndarray] | None:
+        """The first row of the copy that has all of ``rows``, and its rows as bytes."""
+        if self._whole and len(self._copies) == 1:
+            return self._copies[0][0], self._copies[0][2]
+        if self._copies:
+            least, most = rows.min(), rows.max()
+            for start, stop, flat in self._copies:
+                if start <= least and most < stop:
+                    return start, flat
+        return None
 
     def _open_file(self, file: FileRef) -> None:
         """The one chunk that has all rows, also strays; nothing if it is not on this machine."""
@@ -264,7 +302,7 @@ class Rows:
 
     def request(self, rows: np.ndarray) -> Pending | None:
         """Ask other workers for those of ``rows`` that are not here; None if all are."""
-        if self._whole:
+        if self._whole or self._copied(rows) is not None:
             return None
         if len(self._here) == 1 and self._only(rows) is not None:
             return None
@@ -309,6 +347,10 @@ class Rows:
 
     def take(self, rows: np.ndarray, out: np.ndarray, pending: Pending | None) -> None:
         """Write ``rows`` to ``out``, shape (len(rows), ...), in their order."""
+        if pending is None and (copied := self._copied(rows)) is not None:
+            start, flat = copied
+            flat.take(rows - start if start else rows, axis=0, out=as_bytes(out), mode="clip")
+            return
         if pending is None and len(self._here) == 1:
             only = self._only(rows)
             if only is not None:
@@ -325,6 +367,11 @@ class Rows:
             longest = max(self._deadline, self._waits.patience) + 1.0
             for key, values in pending.result(longest, self._waits.check).items():
                 out[pending.at[key]] = values
+
+
+def room_for_copies(limit: int | None) -> int:
+    """How many bytes of rows a job may copy at a worker of that memory limit."""
+    return int(_ROOM * limit) if limit else _ROOM_BYTES
 
 
 @dataclass
@@ -396,18 +443,32 @@ class Feed:
         if data.valid_x is not None:
             self._valid = rows_of((data.valid_x, data.valid_y, data.valid_w), strays=False)
 
-    def open(self, replicas: Sequence[int]) -> None:
-        """Take hold of the local chunks of these replicas' parts."""
-        spans = [self.parts.span(part) for part in replicas]
-        for rows_of in self._train:
-            rows_of.open(spans)
-        valid = []
-        for part in replicas:
-            rows = self.parts.valid_rows(part)
-            if len(rows):
-                valid.append((int(rows[0]), int(rows[-1]) + 1))
-        for rows_of in self._valid:
-            rows_of.open(valid)
+    def open(self, replicas: Sequence[int], room: int) -> None:
+        """Take hold of the local chunks of these replicas' parts, or copy the rows of the parts.
+
+        ``room``: bytes that the copies may take.
+        """
+        train = [self.parts.span(part) for part in replicas]
+        held = [rows for part in replicas if len(rows := self.parts.valid_rows(part))]
+        valid = [(int(rows[0]), int(rows[-1]) + 1) for rows in held]
+        arrays = [(array, train) for array in self._train]
+        if self._valid is not self._train:
+            arrays += [(array, valid) for array in self._valid]
+        elif valid:
+            # Those held out lie between the others, or just beside them.
+            both = [self._around(part) for part in replicas]
+            arrays = [(array, both) for array in self._train]
+        for array, spans in arrays:
+            array.open(spans)
+            room -= array.copy(spans, room)
+
+    def _around(self, part: int) -> tuple[int, int]:
+        """The rows that a part's training and validation rows lie in."""
+        start, stop = self.parts.span(part)
+        rows = self.parts.valid_rows(part)
+        if not len(rows):
+            return start, stop
+        return min(start, int(rows[0])), max(stop, int(rows[-1]) + 1)
 
     def _rows(self, epoch: int, part: int, index: int) -> np.ndarray:
         known = self._orders.get(part)

@@ -19,7 +19,7 @@ from dtrain.partition import assign
 from dtrain.runtime import arena as arenas
 from dtrain.runtime import checkpoint
 from dtrain.runtime.arena import Arena
-from dtrain.runtime.data import Feed, Parts, Waits
+from dtrain.runtime.data import Feed, Parts, Waits, room_for_copies
 from dtrain.runtime.lead import Account, AsyncLead, QuorumLead, SyncLead
 from dtrain.runtime.modelfile import check_writable
 from dtrain.runtime.restore import restore
@@ -70,7 +70,7 @@ def prepare(host: Host) -> None:
         waits=Waits(host.launch.settings.data_deadline, host.calls.check),
     )  # fmt: skip
     with host.activity.doing("opening its data"):
-        host.feed.open(host.plan.replicas)
+        host.feed.open(host.plan.replicas, room_for_copies(host.service.memory_limit))
     answer = host.calls.wait_for(
         "dtrain_ready", f"job {host.launch.job} to start", **_readiness(host)
     )
