@@ -16,10 +16,10 @@ from sklearn.neural_network import MLPRegressor
 
 import dtrain
 
-HIDDEN, RATE, BATCH, EPOCHS = 32, 1e-3, 256, 8
+HIDDEN, RATE, BATCH = 32, 1e-3, 256
 
 
-def main(fraction: float) -> None:
+def main(fraction: float, epochs: int) -> None:
     with dtrain.connect(workers=2) as client:
         train, validation, test = (part.persist() for part in split(flights(fraction)))
         width = 4 + sum(
@@ -33,7 +33,7 @@ def main(fraction: float) -> None:
             optimizer=dtrain.optim.adam(RATE),
             replicas=2,
             batch_size=BATCH // 2,
-            epochs=EPOCHS,
+            epochs=epochs,
             validation_data=(validation[FEATURES], validation[TARGET]),
             metrics=["mse", "mae"],
             client=client,
@@ -56,7 +56,7 @@ def main(fraction: float) -> None:
             alpha=0,
             learning_rate_init=RATE,
             batch_size=BATCH,
-            max_iter=EPOCHS,
+            max_iter=epochs,
             random_state=0,
         )
         began = time.perf_counter()
@@ -75,4 +75,5 @@ def main(fraction: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--fraction", type=float, default=1.0, help="how many of the flights")
-    main(parser.parse_args().fraction)
+    parser.add_argument("--epochs", type=int, default=8)
+    main(**vars(parser.parse_args()))
