@@ -22,12 +22,19 @@ NUMBER, CATEGORY = "number", "category"
 
 def is_frame(value: Any) -> bool:
     """Whether it is a data frame, of pandas or of Dask."""
+    value = _sample(value)
     return hasattr(value, "columns") and hasattr(value, "dtypes") and hasattr(value, "iloc")
 
 
 def is_series(value: Any) -> bool:
     """Whether it is one column of a data frame, of pandas or of Dask."""
+    value = _sample(value)
     return hasattr(value, "dtype") and hasattr(value, "to_frame") and hasattr(value, "isna")
+
+
+def _sample(value: Any) -> Any:
+    """Of a Dask collection its empty sample, if it has one; a Delayed has every other name."""
+    return getattr(value, "_meta", None) if hasattr(value, "__dask_graph__") else value
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,9 @@ class Columns:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Columns:
         known = tuple(None if some is None else tuple(some) for some in values["categories"])
-        return cls(tuple(values["names"]), known, str(values["dtype"]))
+        # Names of several parts are lists in JSON.
+        names = tuple(tuple(n) if isinstance(n, list) else n for n in values["names"])
+        return cls(names, known, str(values["dtype"]))
 
 
 def target(column: Any, name: str) -> np.ndarray:

@@ -300,10 +300,12 @@ class DTrainClassifier(ClassifierMixin, _Estimator):
         classes = found if known is None else known
         if len(unseen := np.setdiff1d(found, classes)):
             raise ValueError(
-                f"y: found the label {unseen[0].item()!r}, expected one of {classes.tolist()}"
+                f"y: found the label {unseen.tolist()[0]!r}, expected one of {classes.tolist()}"
             )
         if len(classes) < 2:
-            raise ValueError(f"y: found the one class {classes[0]!r}, expected two classes or more")
+            raise ValueError(
+                f"y: found the one class {classes.tolist()[0]!r}, expected two classes or more"
+            )
         self.classes_ = classes
 
     @property

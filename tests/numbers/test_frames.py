@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from dask import delayed
 
 from dtrain.errors import DataError
 from dtrain.frames import Columns, is_frame, is_series, target
@@ -145,7 +146,16 @@ def test_targets_that_are_none(column, words):
         target(column, "y")
 
 
+def test_names_of_several_parts_come_back_from_json():
+    names = pd.MultiIndex.from_tuples([("a", 1), ("b", 2)])
+    columns = Columns.of(pd.DataFrame([[1.0, 2.0]], columns=names), "X")
+    assert Columns.from_dict(json.loads(json.dumps(columns.to_dict()))) == columns
+
+
 def test_what_is_a_frame():
+    lazy = delayed(lambda: FRAME)()
+    assert not is_frame(lazy)
+    assert not is_series(lazy)
     assert is_frame(FRAME)
     assert not is_series(FRAME)
     assert is_series(FRAME["size"])

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from dask import delayed
 
 import dtrain
 from dtrain.errors import DataError
@@ -166,6 +167,13 @@ def uncomputable():
         raise AssertionError("it was computed")
 
     return lazy().map_partitions(never, meta=FRAME.iloc[:0])
+
+
+def test_what_is_neither_an_array_nor_a_frame(threaded):
+    with pytest.raises(DataError, match="X: found Delayed, expected an array or a frame"):
+        fit(threaded, Linear(WIDTH), delayed(lambda: FRAME)(), FRAME["price"])
+    with pytest.raises(DataError, match="y: found Delayed, expected an array or a frame"):
+        fit(threaded, Linear(WIDTH), FRAME[FEATURES], delayed(lambda: FRAME)())
 
 
 def test_missing_values_that_no_number_stands_for_are_named(threaded):
