@@ -192,7 +192,8 @@ def checked(job: Job, arrays: Mapping[str, Any], replicas: int) -> Parts:
 
 
 def is_dask(array: Any) -> bool:
-    return hasattr(array, "__dask_graph__") and hasattr(array, "chunks")
+    # A Delayed has attributes of every name but those that begin with a line.
+    return all(hasattr(array, name) for name in ("__dask_graph__", "chunks", "_meta"))
 
 
 def is_sized(array: Any) -> bool:
