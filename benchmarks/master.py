@@ -349,7 +349,7 @@ def _launch(world: World) -> Launch:
     y = ArrayRef((world.plan.rows,), "int64", keys, world.plan.bounds)
     model = dtrain.models.MLP(workload.widths)
     spec = Job(model, [], [], batch_size=1).spec(detach=True).resolved(replicas=n, workers=n)
-    data = DataPlan(x, y, None, None, classification=True, classes=None)
+    data = DataPlan(x, y, classification=True, classes=None)
     return Launch(
         job=JOB,
         generation=1,
