@@ -169,6 +169,7 @@ class Handle:
             classification=about["classification"],
             columns=about["columns"],
             metric_names=tuple(about["metrics"]),
+            functions=None if about["functions"] is None else pickle.loads(about["functions"]),
             output=status["output"],
         )
         return self._result

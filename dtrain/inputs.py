@@ -107,8 +107,9 @@ def prepare(
     if "valid_w" in arrays:
         mean_of(client, arrays["valid_w"], "validation weights")
     refs, delivery = placed(client, workers, {"": arrays, **(blobs or {})}, stacklevel=8)
+    lying: Any = refs[""]
     plan = DataPlan(
-        **refs[""],
+        **lying,
         columns=columns,
         classification=classification,
         classes=classes,

@@ -9,7 +9,7 @@ from typing import Any
 
 from dtrain.devices import check_device, current_device
 from dtrain.errors import SpecError
-from dtrain.metrics import check_metrics
+from dtrain.metrics import Function, check_metrics
 from dtrain.optim import Optimizer, adam
 from dtrain.partition import Partitioner, PlacementFunction, check_placement
 from dtrain.spec import (
@@ -69,8 +69,12 @@ class Job:
     validation_data : tuple of X and y, or of X, y and weights; optional
     validation_split : float, optional
         The fraction of the rows, chosen at random by the seed, that is held out.
-    metrics : list of str
-        ``"accuracy"``, ``"log_loss"``; ``"mae"``, ``"mse"``, ``"r2"``: of the validation rows.
+    metrics : list of str or callable
+        Of the validation rows: ``"accuracy"``, ``"log_loss"``, ``"top_5_accuracy"`` (or of any
+        other number); ``"mae"``, ``"mse"``, ``"r2"``.  A function ``f(y, scores)`` gets the
+        targets of some rows (of a classifier the class indices) and what the model's ``predict``
+        says of them, and returns a number for each row, shape (n,), or the mean of these; its name
+        is the metric's.
     initial : Result, mapping of str to ndarray, or path; optional
         Parameters to start from, in place of the model's own: those of a result, of a dict, or
         of a saved model.
@@ -110,7 +114,7 @@ class Job:
     sample_weight: Any = None
     validation_data: tuple[Any, ...] | None = None
     validation_split: float | None = None
-    metrics: Sequence[str] = ()
+    metrics: Sequence[str | Function] = ()
     initial: Any = None
     checkpoint: Checkpoint | None = None
     resume: bool = False
@@ -155,14 +159,22 @@ class Job:
                     f"validation_data: found {type(data).__name__}, expected (X, y), or (X, y, w) "
                     f"with weights"
                 )
-        task = task_of(self.model)
-        check_metrics(self.metrics, task)
+        names, _ = self._metrics
         if self.metrics and data is None and self.validation_split is None:
             raise SpecError(
-                f"metrics: found {list(self.metrics)} without validation rows; "
+                f"metrics: found {list(names)} without validation rows; "
                 f"expected validation_data or validation_split"
             )
         self.spec(detach=True)
+
+    @property
+    def _metrics(self) -> tuple[tuple[str, ...], dict[str, Function]]:
+        return check_metrics(self.metrics, task_of(self.model))
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """The metrics that are functions, by name."""
+        return self._metrics[1]
 
     def spec(self, *, detach: bool) -> JobSpec:
         """What travels to the master."""
@@ -183,7 +195,7 @@ class Job:
             shuffle=self.shuffle,
             seed=self.seed,
             validation_split=self.validation_split,
-            metrics=tuple(self.metrics),
+            metrics=self._metrics[0],
             name=self.name,
             output=None if self.output is None else os.path.abspath(self.output),
             detach=detach,

@@ -7,7 +7,9 @@ has the same bits on any number of workers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,9 @@ from dtrain.tree import tree_sum
 
 Sums = tuple[float, ...]
 Weights = np.ndarray | None
+
+#: A metric of one's own: ``f(y, scores)`` of a batch's encoded targets and raw scores.
+Function = Callable[[np.ndarray, np.ndarray], Any]
 
 
 class Metric(NamedTuple):
@@ -117,6 +122,37 @@ def _mean(sums: Sums) -> float:
     return sums[1] / sums[0] if sums[0] else math.nan
 
 
+#: The accuracy of the k largest scores, for any k.
+_TOP = re.compile(r"top_([1-9]\d*)_accuracy")
+
+
+def _top(k: int, scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
+    """Whether fewer than ``k`` classes have a larger score than the right one."""
+    y = y.reshape(len(y))
+    if scores.ndim == 1 or scores.shape[1] == 1:
+        scores = np.stack([np.zeros(len(y), scores.dtype), scores.reshape(len(y))], axis=1)
+    right = scores[np.arange(len(y)), y]
+    return _counted(np.count_nonzero(scores > right[:, None], axis=1) < k, w)
+
+
+def _own(name: str, function: Function, scores: np.ndarray, y: np.ndarray, w: Weights) -> Sums:
+    """What a function of one's own says of each row, or of all rows of a batch as their mean."""
+    found = np.asarray(function(y, scores))
+    if found.dtype.kind not in "fiub" or found.shape not in ((), (len(y),)):
+        raise DataError(
+            f"metric {name}: found {found.dtype} of shape {found.shape}, expected a number for "
+            f"each of {len(y)} rows, or one for all"
+        )
+    if found.ndim:
+        return _counted(found, w)
+    if w is not None:
+        raise DataError(
+            f"metric {name}: found one number for all rows, expected one for each, as rows have "
+            f"weights"
+        )
+    return float(len(y)), float(found) * len(y)
+
+
 #: Add a metric by adding a row.
 METRICS: dict[str, Metric] = {
     "accuracy": Metric("classification", _accuracy, _mean),
@@ -127,25 +163,61 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def check_metrics(names: Iterable[Any], task: str) -> tuple[str, ...]:
-    """The names, if each is a metric for ``task``; else a SpecError that lists those."""
-    if isinstance(names, str):
-        raise SpecError(f"metrics: found {names!r}, expected a list such as [{names!r}]")
+def check_metrics(wanted: Iterable[Any], task: str) -> tuple[tuple[str, ...], dict[str, Function]]:
+    """The names of metrics for ``task``, and those that are functions of one's own, by name.
+
+    Raises a SpecError that lists what is allowed.
+    """
+    if isinstance(wanted, str):
+        raise SpecError(f"metrics: found {wanted!r}, expected a list such as [{wanted!r}]")
     allowed = sorted(name for name, metric in METRICS.items() if metric.task == task)
-    for name in names:
-        if name not in allowed:
+    names: list[str] = []
+    functions: dict[str, Function] = {}
+    for metric in wanted:
+        name = metric
+        if callable(metric):
+            name = getattr(metric, "__name__", "")
+            if not name.isidentifier() or name in METRICS or name == "loss":
+                raise SpecError(
+                    f"metrics: found {metric!r}, expected a function with a name of its own"
+                )
+            functions[name] = metric
+        elif name not in allowed and not (
+            task == "classification" and isinstance(name, str) and _TOP.fullmatch(name)
+        ):
+            more = " or top_<k>_accuracy" if task == "classification" else ""
             raise SpecError(
                 f"metrics: found {name!r}{did_you_mean(name, allowed)}, expected some of "
-                f"{', '.join(allowed)} for a model whose task is {task}"
+                f"{', '.join(allowed)}{more} for a model whose task is {task}, or functions"
             )
-    return tuple(names)
+        if name in names:
+            raise SpecError(f"metrics: found {name!r} twice, expected each once")
+        names.append(name)
+    return tuple(names), functions
 
 
-def sums(name: str, scores: np.ndarray, y: np.ndarray, w: Weights = None) -> Sums:
+def is_known(name: str) -> bool:
+    """Whether it is a metric of dtrain's, not one of a user's own."""
+    return name in METRICS or _TOP.fullmatch(name) is not None
+
+
+def sums(
+    name: str,
+    scores: np.ndarray,
+    y: np.ndarray,
+    w: Weights = None,
+    *,
+    functions: Mapping[str, Function] = MappingProxyType({}),
+) -> Sums:
     """A metric's sums over a batch; DataError if the scores are not those of its rows."""
     if scores.ndim == 0 or len(scores) != len(y):
         raise DataError(f"scores: found shape {scores.shape}, expected {len(y)} rows")
-    return METRICS[name].sums(scores, y, w if w is None else w.astype(np.float64).reshape(len(y)))
+    if w is not None:
+        w = w.astype(np.float64).reshape(len(y))
+    if name in functions:
+        return _own(name, functions[name], scores, y, w)
+    top = _TOP.fullmatch(name)
+    return METRICS[name].sums(scores, y, w) if top is None else _top(int(top[1]), scores, y, w)
 
 
 def loss_sums(loss: float, batch: Sequence[np.ndarray]) -> Sums:
@@ -164,7 +236,8 @@ def add(total: Sequence[float] | None, sums: Sums) -> list[float]:
 
 
 def value(name: str, sums: Sequence[float]) -> float:
-    return METRICS[name].value(tuple(sums))
+    known = METRICS.get(name)
+    return (_mean if known is None else known.value)(tuple(sums))
 
 
 def merge(partials: Mapping[int, Mapping[str, Sequence[float]]], replicas: int) -> dict[str, float]:

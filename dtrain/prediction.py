@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dtrain import metrics
 from dtrain.errors import DataError
 from dtrain.frames import Columns, is_frame
 from dtrain.inputs import column_of, features_of, is_dask, is_sized
+from dtrain.metrics import Function
 from dtrain.runtime.replica import mean_loss
 
 #: Rows that predictions and evaluations look at in one go.
@@ -38,6 +39,8 @@ class Trained:
     columns : Columns or None
         Those of the frame that it was trained on, if it was one.
     metrics : tuple of str
+    functions : mapping of str to callable
+        The metrics that are functions of the user's.
     """
 
     model: Any
@@ -45,7 +48,8 @@ class Trained:
     classification: bool
     classes: np.ndarray | None
     columns: Columns | None
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
+    functions: Mapping[str, Function] = field(default_factory=dict)
 
     def scores(self, X: np.ndarray) -> np.ndarray:
         """Raw scores, shape (n,) or (n, k)."""
@@ -94,7 +98,8 @@ class Trained:
     def _token(self) -> str:
         from dask.base import tokenize
 
-        rest = (self.model, self.classification, self.classes, self.columns, self.metrics)
+        meaning = (self.classification, self.classes, self.columns)
+        rest = (self.model, *meaning, self.metrics, dict(self.functions))
         token: str = tokenize(dict(self.params), *rest)
         return token
 
@@ -162,7 +167,7 @@ class Trained:
             if self.metrics:
                 scores = np.asarray(self.model.predict(self.params, batch[0]))
                 for name in self.metrics:
-                    one = metrics.sums(name, scores, *batch[1:])
+                    one = metrics.sums(name, scores, *batch[1:], functions=self.functions)
                     sums[name] = metrics.add(sums.get(name), one)
         return sums
 

@@ -12,6 +12,7 @@ import numpy as np
 from dtrain.errors import SpecError
 from dtrain.frames import Columns
 from dtrain.machines.ledger import Ledger
+from dtrain.metrics import Function
 from dtrain.prediction import Trained
 from dtrain.runtime.modelfile import Saved, save
 from dtrain.runtime.modelfile import load as load_saved
@@ -50,6 +51,7 @@ class Result:
         classes: np.ndarray | None,
         classification: bool,
         metric_names: tuple[str, ...] = (),
+        functions: Mapping[str, Function] | None = None,
         columns: Columns | None = None,
         output: str | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Result:
         self.columns = columns
         self.output = output
         self._metric_names = metric_names
+        self._functions = functions or {}
 
     def __repr__(self) -> str:
         shown = {k: v for k, v in self.metrics.items() if isinstance(v, float)}
@@ -80,6 +83,7 @@ class Result:
             classes=self.classes,
             columns=self.columns,
             metrics=self._metric_names,
+            functions=self._functions,
         )
 
     def scores(self, X: Any) -> Any:

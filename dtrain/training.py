@@ -12,6 +12,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -116,6 +117,7 @@ def submit(
     model_bytes = _pickled("model", job.model)
     placement = _pickled("placement", job.placement) if callable(job.placement) else None
     blobs = None if job.initial is None else {"initial": initial_values(job.initial)}
+    functions = _pickled("metrics", job.functions) if job.functions else None
     inputs = prepare(job, target, workers, replicas, blobs=blobs)
     control = Control(target)
     try:
@@ -125,7 +127,7 @@ def submit(
             spec=spec.to_dict(),
             model=model_bytes,
             placement=placement,
-            data=cloudpickle.dumps(inputs.plan),
+            data=cloudpickle.dumps(replace(inputs.plan, functions=functions)),
             client=control.client_id,
         )
     except BaseException:

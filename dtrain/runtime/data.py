@@ -63,6 +63,8 @@ class DataPlan:
 
     ``w`` are what the rows count, whose mean over all rows is ``mean_weight``; None: all the same.
 
+    ``functions`` are the metrics that are a user's own, by name, pickled.
+
     ``columns`` are those of the frame that ``x`` was made of, if it was one.
 
     ``file`` is the name of the file that has the job's NumPy arrays, ``holders`` the workers that
@@ -80,6 +82,7 @@ class DataPlan:
     mean_weight: float = 1.0
     columns: Columns | None = None
     encoded: bool = False
+    functions: bytes | None = None
     file: str | None = None
     holders: tuple[str, ...] = ()
     blobs: Mapping[str, Mapping[str, ArrayRef]] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class DataPlan:
             "classification": self.classification,
             "columns": self.columns,
             "metrics": list(metrics),
+            "functions": self.functions,
         }
 
 

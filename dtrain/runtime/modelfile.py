@@ -23,6 +23,7 @@ import numpy as np
 from dtrain._version import __version__
 from dtrain.errors import ModelFileError, SpecError, StorageError
 from dtrain.frames import Columns
+from dtrain.metrics import is_known
 from dtrain.runtime.files import sync, write
 
 FORMAT = 1
@@ -62,7 +63,8 @@ def save(path: str | os.PathLike[str], saved: Saved) -> Path:
         "classes": None if saved.classes is None else _plain(saved.classes),
         "version": saved.version,
         "columns": None if saved.columns is None else saved.columns.to_dict(),
-        "metrics": list(saved.metrics),
+        # A function of a user's own cannot be stored.
+        "metrics": [name for name in saved.metrics if is_known(name)],
         "history": list(saved.history),
         "sha256": hashlib.sha256(payload).hexdigest(),
     }

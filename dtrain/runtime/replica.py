@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -116,6 +117,10 @@ class Trainer:
         self._gpu = None if host.device == "cpu" else Gpu(host.device, host.layout)
         #: the context in which gradients are looked at, where they were computed
         self._checking = quiet if self._gpu is None else partial(on, host.device)
+        packed = host.launch.data.functions
+        with calling("loading the metrics"):
+            #: the metrics that are functions of the user's
+            self._functions = {} if packed is None else pickle.loads(packed)
         if host.in_graph:
             host.share = Share(self)
 
@@ -423,7 +428,8 @@ class Trainer:
             sums["loss"] = metrics.add(sums.get("loss"), metrics.loss_sums(loss, arrays))
             for name in self.spec.metrics:
                 with calling(f"metric {name} of what predict returned"):
-                    one = metrics.sums(name, to_numpy(scores), *arrays[1:])
+                    found = to_numpy(scores)
+                    one = metrics.sums(name, found, *arrays[1:], functions=self._functions)
                 sums[name] = metrics.add(sums.get(name), one)
         return sums or None
 
