@@ -78,6 +78,8 @@ class Settings:
         How long the variables of a session stay after its last client has left.
     transport : str
         ``"auto"``: shared memory between the processes of one machine; ``"comm"``: never.
+    data_memory : float
+        The share of the workers' memory limits that lazy data may take; more goes to their disks.
     """
 
     hello_deadline: float
@@ -96,6 +98,7 @@ class Settings:
     session_lease: float
     session_ttl: float
     transport: str = "auto"
+    data_memory: float = 0.3
 
 
 def settings(**overrides: Any) -> Settings:
@@ -104,7 +107,7 @@ def settings(**overrides: Any) -> Settings:
 
     values: dict[str, float] = {}
     for field in fields(Settings):
-        if field.name == "transport":
+        if field.name in ("transport", "data_memory"):
             continue
         key = field.name.replace("_", "-")
         raw = overrides.get(field.name, dask.config.get(f"dtrain.{key}", DEFAULTS[key]))
@@ -112,7 +115,10 @@ def settings(**overrides: Any) -> Settings:
     transport = overrides.get("transport", dask.config.get("dtrain.transport", "auto"))
     if transport not in TRANSPORTS:
         raise SpecError(f"dtrain.transport: found {transport!r}, expected one of {TRANSPORTS}")
-    return Settings(**values, transport=transport)
+    share = overrides.get("data_memory", dask.config.get("dtrain.data-memory", 0.3))
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise SpecError(f"dtrain.data-memory: found {share!r}, expected a number from 0 to 1")
+    return Settings(**values, transport=transport, data_memory=float(share))
 
 
 def seconds(key: str, value: Any) -> float:

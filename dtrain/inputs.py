@@ -8,9 +8,8 @@ partition.  Nothing passes through the scheduler.
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,14 @@ import numpy as np
 
 from dtrain.cluster import Control
 from dtrain.config import settings
-from dtrain.errors import ClusterWarning, DataError, DeadlineError, JobFailed
-from dtrain.frames import Columns, is_frame, is_series, target
+from dtrain.errors import ClusterWarning, DataError
+from dtrain.frames import Columns, is_frame
 from dtrain.job import Job, task_of
 from dtrain.runtime.data import ArrayRef, DataPlan, Parts
 from dtrain.runtime.inputfile import Contents, Delivery, FileRef
+from dtrain.runtime.spool import as_rows
+from dtrain.sources import array_of, features_of, is_dask
+from dtrain.sources.ready import on_chunks, ready
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -83,11 +85,9 @@ def prepare(
     unsized = {name: array for name, array in arrays.items() if not is_sized(array)}
     if not unsized:
         checked(job, arrays, replicas)
-    elif hasattr(job.model, "check"):
-        job.model.check(arrays["x"].shape, arrays["x"].dtype, arrays["y"].shape)
-    arrays = dict(zip(arrays, persisted(client, list(arrays.values()), held), strict=True))
-    for name in unsized:
-        arrays[name] = _sized(client, arrays[name])
+    else:
+        _check_model(arrays["x"], arrays["y"], NAMES["x"], job.model)
+    arrays = dict(zip(arrays, ready(client, list(arrays.values()), held), strict=True))
     if unsized:
         checked(job, arrays, replicas)
     classification = task_of(job.model) == "classification"
@@ -102,15 +102,17 @@ def prepare(
         if encoded:
             # The lengths of strings, and so the types of arrays, differ from chunk to chunk.
             made = [encoded_labels(y, labels) for y in targets.values()]
-            arrays.update(zip(targets, persisted(client, made, held), strict=True))
+            arrays.update(zip(targets, ready(client, made, held), strict=True))
     mean_weight = mean_of(client, arrays["w"], "sample_weight") if "w" in arrays else 1.0
     if "valid_w" in arrays:
         mean_of(client, arrays["valid_w"], "validation weights")
     refs, delivery = placed(client, workers, {"": arrays, **(blobs or {})}, stacklevel=8)
     lying: Any = refs[""]
+    record = arrays["x"].dtype
     plan = DataPlan(
         **lying,
         columns=columns,
+        fields=None if record.names is None else record,
         classification=classification,
         classes=classes,
         encoded=encoded,
@@ -152,7 +154,7 @@ def taken(job: Job) -> tuple[dict[str, Any], Columns | None]:
         if name in ("x", "valid_x"):
             arrays[name] = features_of(value, columns, shown)
         else:
-            arrays[name] = column_of(value, shown)
+            arrays[name] = array_of(value, shown, labels=True)
     return arrays, columns
 
 
@@ -192,11 +194,6 @@ def checked(job: Job, arrays: Mapping[str, Any], replicas: int) -> Parts:
 # -- shapes -------------------------------------------------------------------------------------
 
 
-def is_dask(array: Any) -> bool:
-    # A Delayed has attributes of every name but those that begin with a line.
-    return all(hasattr(array, name) for name in ("__dask_graph__", "chunks", "_meta"))
-
-
 def is_sized(array: Any) -> bool:
     """Whether it is known how many rows an array has."""
     return not math.isnan(array.shape[0])
@@ -211,7 +208,7 @@ def rows_of(value: Any) -> int | None:
 
 def _check(x: Any, y: Any, x_name: str, y_name: str, model: Any, like: Any = None) -> None:
     """Numbers with as many rows each, that fit the model."""
-    if x.ndim < 2:
+    if x.dtype.names is None and x.ndim < 2:
         raise DataError(
             f"{x_name}: found shape {x.shape}, expected (rows, features); "
             f"one feature is {x_name}.reshape(-1, 1)"
@@ -220,7 +217,11 @@ def _check(x: Any, y: Any, x_name: str, y_name: str, model: Any, like: Any = Non
         raise DataError(
             f"{x_name}: found rows of shape {x.shape[1:]}, expected {like.shape[1:]} as in X"
         )
-    if x.dtype.kind not in "fiub":
+    if like is not None and x.dtype.names != like.dtype.names:
+        raise DataError(
+            f"{x_name}: found the inputs {x.dtype.names}, expected {like.dtype.names} as in X"
+        )
+    if x.dtype.names is None and x.dtype.kind not in "fiub":
         raise DataError(f"{x_name}: found dtype {x.dtype}, expected numbers")
     if x.shape[0] != y.shape[0]:
         raise DataError(
@@ -234,7 +235,16 @@ def _check(x: Any, y: Any, x_name: str, y_name: str, model: Any, like: Any = Non
             )
     elif y.dtype.kind not in "fiub":
         raise DataError(f"{y_name}: found dtype {y.dtype}, expected numbers to regress on")
+    _check_model(x, y, x_name, model)
+
+
+def _check_model(x: Any, y: Any, x_name: str, model: Any) -> None:
+    """What a model itself says of shapes and types; how many rows there are may be unknown."""
     if hasattr(model, "check"):
+        if x.dtype.names is not None:
+            raise DataError(
+                f"{x_name}: found a dict, expected one array for {type(model).__name__}"
+            )
         model.check(x.shape, x.dtype, y.shape)
 
 
@@ -250,11 +260,7 @@ def _check_weights(w: Any, name: str, x: Any, x_name: str) -> None:
 
 def mean_of(client: Client, w: Any, name: str) -> float:
     """The mean weight; DataError for weights that are not numbers from 0 up, or all 0."""
-    if is_dask(w):
-        blocks = w.to_delayed().ravel()
-        found = client.gather(client.compute([_extent(block) for block in blocks]), direct=True)
-    else:
-        found = [extent(w)]
+    found = on_chunks(client, w, extent) if is_dask(w) else [extent(w)]
     least = min(least for least, _ in found)
     total = math.fsum(total for _, total in found)
     if not (least >= 0 and math.isfinite(total)):
@@ -272,121 +278,13 @@ def extent(w: np.ndarray) -> tuple[float, float]:
     return float(w.min()), float(w.sum(dtype=np.float64))
 
 
-def _extent(block: Any) -> Any:
-    from dask import delayed
-
-    return delayed(extent, pure=False)(block)
-
-
-def features_of(value: Any, columns: Columns | None, name: str) -> Any:
-    """A NumPy or Dask array of features; of a frame its columns as they are in training."""
-    if not is_frame(value):
-        return array_of(value, name)
-    if columns is None:
-        columns = Columns.of(value, name)
-    if not hasattr(value, "__dask_graph__"):
-        return columns.encode(value, name)
-    missing = [column for column in columns.names if column not in value.columns]
-    if not missing:
-        value = value[list(columns.names)]
-    return _partitions(value, columns.encode, name, (columns.width,), columns.dtype)
-
-
-def column_of(value: Any, name: str) -> Any:
-    """A NumPy or Dask array of targets, or of weights; of a frame its column, or columns."""
-    if is_frame(value):
-        if len(value.columns) != 1:
-            columns = Columns.of(value, name)
-            return features_of(value, columns, name)
-        value = value[value.columns[0]]
-    if not is_series(value):
-        return array_of(value, name)
-    if not hasattr(value, "__dask_graph__"):
-        return target(value, name)
-    return _partitions(value, target, name, (), target(value._meta, name).dtype)
-
-
-def _partitions(
-    frame: Any,
-    encode: Callable[[Any, str], np.ndarray],
-    name: str,
-    tail: tuple[int, ...],
-    dtype: Any,
-) -> Any:
-    """A Dask array of what ``encode`` makes of each partition, of unknown numbers of rows."""
-    import dask.array as da
-    from dask import delayed
-
-    made = delayed(encode, pure=True)
-    shape = (math.nan, *tail)
-    return da.concatenate(
-        [da.from_delayed(made(part, name), shape, dtype) for part in frame.to_delayed()],
-        allow_unknown_chunksizes=True,
-    )
-
-
-def _sized(client: Client, array: Any) -> Any:
-    """A persisted array with what its chunks' rows were found to be where they lie."""
-    from dask import delayed
-
-    count = delayed(len, pure=False)
-    blocks = array.to_delayed().reshape(len(array.chunks[0]), -1)[:, 0]
-    rows = client.gather(client.compute([count(block) for block in blocks]), direct=True)
-    array = array.copy()
-    array._chunks = (tuple(rows), *array.chunks[1:])
-    return array
-
-
-def array_of(value: Any, name: str) -> Any:
-    """A NumPy or Dask array of rows; DataError, which names it, for what is none."""
-    if is_dask(value):
-        return _dask_array(value, name)
-    if hasattr(value, "__dask_graph__"):
-        raise DataError(
-            f"{name}: found {type(value).__name__}, expected an array or a frame, of NumPy, pandas "
-            f"or Dask"
-        )
-    if np.ma.isMaskedArray(value):
-        raise DataError(f"{name}: found a masked array, expected one without masked values")
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise DataError(f"{name}: found {type(value).__name__}: {error}") from None
-    if array.ndim == 0 or (array.dtype == object and array.size and not _strings(array)):
-        raise DataError(f"{name}: found {type(value).__name__}, expected an array of rows")
-    if array.dtype == object:
-        array = array.astype(str)
-    return array
-
-
-def _strings(array: np.ndarray) -> bool:
-    return all(isinstance(v, str) for v in array.ravel())
-
-
-def _dask_array(array: Any, name: str) -> Any:
-    if np.ma.isMaskedArray(array._meta):
-        raise DataError(f"{name}: found a masked array, expected one without masked values")
-    if any(np.isnan(n) for n in array.shape[1:]):
-        raise DataError(
-            f"{name}: found shape {array.shape}, expected known sizes but for the number of rows"
-        )
-    if array.ndim and any(len(chunks) > 1 for chunks in array.chunks[1:]):
-        sizes = dict.fromkeys(range(1, array.ndim), -1)
-        raise DataError(
-            f"{name}: found chunks along several axes {array.chunks}, expected chunks of rows "
-            f"alone; call {name}.rechunk({sizes})"
-        )
-    return array
-
-
 # -- labels -------------------------------------------------------------------------------------
 
 
 def labels_of(client: Client, y: Any) -> np.ndarray:
     """The sorted unique labels; those of a dask array are found where its chunks lie."""
     if is_dask(y):
-        parts = client.compute([_unique(block) for block in y.to_delayed().ravel()])
-        found = np.unique(np.concatenate(client.gather(parts, direct=True)))
+        found = np.unique(np.concatenate(on_chunks(client, y, np.unique)))
     else:
         found = np.unique(y)
     if found.dtype.kind == "f" and not np.isfinite(found).all():
@@ -394,12 +292,6 @@ def labels_of(client: Client, y: Any) -> np.ndarray:
     if found.dtype.kind not in "iubfUSO":
         raise DataError(f"y: found labels of dtype {found.dtype}, expected integers or strings")
     return found
-
-
-def _unique(block: Any) -> Any:
-    from dask import delayed
-
-    return delayed(np.unique, pure=False)(block)
 
 
 def encode_labels(labels: np.ndarray, n_classes: int | None) -> np.ndarray | None:
@@ -429,7 +321,7 @@ def encoded_labels(y: Any, labels: np.ndarray) -> Any:
 
 
 def _places(y: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    return np.searchsorted(labels, np.asarray(y).astype(labels.dtype))
+    return np.searchsorted(labels, as_rows(y).astype(labels.dtype))
 
 
 def _check_labels(
@@ -448,58 +340,6 @@ def _check_labels(
 
 
 # -- the way to the workers ---------------------------------------------------------------------
-
-
-def persisted(client: Client, arrays: list[Any], held: list[Any]) -> list[Any]:
-    """Dask arrays, computed and in memory; others as they are."""
-    from distributed import futures_of
-
-    lazy = [a for a in arrays if is_dask(a)]
-    if not lazy:
-        return arrays
-    ready = iter(client.persist(lazy, optimize_graph=True))
-    arrays = [next(ready) if is_dask(a) else a for a in arrays]
-    futures = futures_of([a for a in arrays if is_dask(a)])
-    _wait_for_chunks(client, futures)
-    for future in futures:
-        if future.status == "error":
-            raise client.sync(future._exception)
-        if future.status != "finished":
-            raise JobFailed(f"data: chunk {future.key!r} is {future.status}, expected it computed")
-    held.extend(futures)
-    held.extend(arrays)
-    return arrays
-
-
-def _wait_for_chunks(client: Client, futures: list[Any]) -> None:
-    """Until all are computed or have failed.
-
-    Computing may take its time; but tasks that no worker may run are told at once, and after
-    ``data-deadline`` the rest is.
-    """
-    # Not `distributed.wait`: it wants a client that is the process's current one.
-    from distributed.client import _wait
-
-    config = settings()
-    until = time.monotonic() + config.data_deadline
-    control = Control(client)
-    while True:
-        try:
-            client.sync(_wait, futures, timeout=config.poll)
-            return
-        except TimeoutError:
-            pending = [f.key for f in futures if f.status == "pending"]
-        stuck = control.call("dtrain_stuck")
-        if stuck:
-            raise DataError(
-                f"data: {len(pending)} chunks wait for tasks that no worker may run, such as "
-                f"{stuck[0]}; expected workers that satisfy their restrictions"
-            )
-        if time.monotonic() > until:
-            raise DeadlineError(
-                f"data: after {config.data_deadline:.0f} s {len(pending)} of {len(futures)} chunks "
-                f"are not computed, such as {pending[0]!r}"
-            )
 
 
 def placed(

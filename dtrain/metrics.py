@@ -222,7 +222,7 @@ def sums(
 
 def loss_sums(loss: float, batch: Sequence[np.ndarray]) -> Sums:
     """What the rows of ``(x, y)`` or ``(x, y, w)`` count together, and that times the mean loss."""
-    count = float(len(batch[0])) if len(batch) == 2 else total(batch[2])
+    count = float(len(batch[1])) if len(batch) == 2 else total(batch[2])
     return count, count * loss
 
 

@@ -16,9 +16,11 @@ import numpy as np
 from dtrain import metrics
 from dtrain.errors import DataError
 from dtrain.frames import Columns, is_frame
-from dtrain.inputs import column_of, features_of, is_dask, is_sized
+from dtrain.inputs import is_sized
 from dtrain.metrics import Function
+from dtrain.runtime.data import apart
 from dtrain.runtime.replica import mean_loss
+from dtrain.sources import array_of, features_of, is_dask
 
 #: Rows that predictions and evaluations look at in one go.
 _ROWS = 8192
@@ -53,10 +55,11 @@ class Trained:
 
     def scores(self, X: np.ndarray) -> np.ndarray:
         """Raw scores, shape (n,) or (n, k)."""
-        if X.ndim < 2:
+        record = X.dtype if X.dtype.names is not None else None
+        if record is None and X.ndim < 2:
             raise DataError(f"X: found shape {X.shape}, expected (rows, features)")
         parts = [
-            np.array(self.model.predict(self.params, X[start : start + _ROWS]))
+            np.array(self.model.predict(self.params, apart(X[start : start + _ROWS], record)))
             for start in range(0, max(len(X), 1), _ROWS)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -85,6 +88,7 @@ class Trained:
                 X = X[list(columns.names)]
             meta = _framed(self, kind, columns, X._meta)
             return X.map_partitions(_frame, self._packed(), kind, columns, meta=meta)
+        X = array_of(X, "X") if isinstance(X, Mapping) else X
         if is_dask(X):
             return self._lazy(X, kind)
         return getattr(self, kind)(np.asarray(X))
@@ -121,9 +125,9 @@ class Trained:
 
     def evaluate(self, X: Any, y: Any, sample_weight: Any) -> dict[str, float]:
         """Loss and metrics over all rows; exact, also block by block."""
-        arrays = [features_of(X, self.columns, "X"), column_of(y, "y")]
+        arrays = [features_of(X, self.columns, "X"), array_of(y, "y", labels=True)]
         if sample_weight is not None:
-            arrays.append(column_of(sample_weight, "sample_weight"))
+            arrays.append(array_of(sample_weight, "sample_weight"))
         total = self._summed(arrays) if any(map(is_dask, arrays)) else self.sums(*arrays)
         if not total:
             raise DataError("X has no rows, expected some to evaluate on")
@@ -159,9 +163,11 @@ class Trained:
         if not len(X):
             return {}
         arrays = (X, self._encode(y), *w)
+        record = X.dtype if X.dtype.names is not None else None
         sums: Sums = {}
         for start in range(0, len(X), _ROWS):
-            batch = tuple(array[start : start + _ROWS] for array in arrays)
+            x, *rest = (array[start : start + _ROWS] for array in arrays)
+            batch = (apart(x, record), *rest)
             loss = mean_loss(self.model, self.params, batch)
             sums["loss"] = metrics.add(sums.get("loss"), metrics.loss_sums(loss, batch))
             if self.metrics:

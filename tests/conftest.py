@@ -20,7 +20,7 @@ import dtrain
 #: Threads that Dask and the standard library keep after a cluster has closed.  None of ours is
 #: here: dtrain's are called ``dtrain-...``, and its tasks leave Dask's pools idle.
 KEPT_THREADS = re.compile(
-    r"(\d+-)?Dask-|AsyncProcess|IO loop|Profile|QueueFeederThread|TCP-Executor|Tornado"
+    r"(\d+-)?Dask-|zarr_io|AsyncProcess|IO loop|Profile|QueueFeederThread|TCP-Executor|Tornado"
     r"|ThreadPoolExecutor|WorkerMemory|asyncio_|event_loop_thread"
 )
 

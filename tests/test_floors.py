@@ -52,6 +52,7 @@ FLOORS = {
     "dtrain.sessions": FACES,
     "dtrain.sklearn": FACES,
     "dtrain.progress": FACES,
+    "dtrain.sources": FACES,
     "dtrain.specfile": FACES,
     "dtrain.datafiles": FACES,
     "dtrain": FACES,

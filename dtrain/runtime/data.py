@@ -1,6 +1,7 @@
 """Training data where it lies: rows of chunks that Dask workers hold, or of a mapped file.
 
-A Dask array is a list of chunks along its first axis, each a key of the cluster.  Before it
+A Dask array is a list of chunks along its first axis, each a key of the cluster, in the memory of a
+worker or in a file on its disk (:mod:`dtrain.runtime.spool`).  Before it
 begins, a replica copies the rows of its part beside itself, once, if there is room for them.  Else
 it reads the chunks of its own worker in place, and asks the workers that hold the others for just
 the rows of the next batch.  A NumPy array lies whole in a file of the machine
@@ -22,6 +23,7 @@ from dtrain.errors import DataError
 from dtrain.frames import Columns
 from dtrain.machines.plan import Plan, cuts, order, split
 from dtrain.runtime.inputfile import PIECE, FileRef, array_at, fetch_rows
+from dtrain.runtime.spool import Spooled, as_rows
 
 if TYPE_CHECKING:
     from dtrain.runtime.worker import WorkerService
@@ -63,6 +65,8 @@ class DataPlan:
 
     ``w`` are what the rows count, whose mean over all rows is ``mean_weight``; None: all the same.
 
+    ``fields`` is the record that each row of ``x`` is, where ``x`` is a dict of arrays.
+
     ``functions`` are the metrics that are a user's own, by name, pickled.
 
     ``columns`` are those of the frame that ``x`` was made of, if it was one.
@@ -81,6 +85,7 @@ class DataPlan:
     valid_w: ArrayRef | None = None
     mean_weight: float = 1.0
     columns: Columns | None = None
+    fields: np.dtype | None = None
     encoded: bool = False
     functions: bytes | None = None
     file: str | None = None
@@ -203,6 +208,8 @@ class Rows:
         self._here: dict[int, np.ndarray] = {}
         #: the same, as rows of bytes, where its rows are contiguous
         self._bytes: dict[int, np.ndarray] = {}
+        #: the chunks of these that are on disk
+        self._spooled: dict[int, Spooled] = {}
         #: rows of spans that were copied: first, past the last, the copy as rows of bytes
         self._copies: list[tuple[int, int, np.ndarray]] = []
         #: rows outside the opened spans may be asked for, too
@@ -221,11 +228,15 @@ class Rows:
             if stop > start:
                 first, last = self._chunk_of(np.array([start, stop - 1]))
                 wanted.update(range(int(first), int(last) + 1))
-        keys = {i: self.ref.keys[i] for i in sorted(wanted)}
-        for i, chunk in self._service.local_chunks(keys).items():
+        starts = self.ref.starts
+        keys = {i: self.ref.keys[i] for i in sorted(wanted) if starts[i] < starts[i + 1]}
+        for i, held in self._service.local_chunks(keys).items():
+            chunk = as_rows(held)
+            if isinstance(held, Spooled):
+                self._spooled[i] = held
             self._check(i, chunk)
             self._here[i] = chunk
-            if chunk.flags.c_contiguous:
+            if chunk.flags.c_contiguous and not chunk.dtype.hasobject:
                 self._bytes[i] = as_bytes(chunk)
         start, stop = self._span
         for a, b in spans:
@@ -348,6 +359,8 @@ class Rows:
             self._bytes[i].take(local, axis=0, out=as_bytes(out), mode="clip")
         else:
             out[...] = self._here[i][local]
+        if i in self._spooled:
+            self._spooled[i].was_read(len(local))
 
     def take(self, rows: np.ndarray, out: np.ndarray, pending: Pending | None) -> None:
         """Write ``rows`` to ``out``, shape (len(rows), ...), in their order."""
@@ -366,6 +379,8 @@ class Rows:
             if int(c) in self._here:
                 at = np.flatnonzero(chunks == c)
                 out[at] = self._here[int(c)][rows[at] - self._starts[c]]
+                if int(c) in self._spooled:
+                    self._spooled[int(c)].was_read(len(at))
         if pending is not None:
             # A little longer than what fetches them may take: its own error says more.
             longest = max(self._deadline, self._waits.patience) + 1.0
@@ -396,6 +411,15 @@ class Pending:
             if time.monotonic() > until:
                 break
         return self.future.result(0)
+
+
+def apart(rows: np.ndarray, fields: np.dtype | None) -> Any:
+    """Rows as a model gets them: the arrays of a dict by name, where they are records."""
+    if fields is None:
+        return rows
+    # What has travelled is plain bytes.
+    records = rows if rows.dtype.names is not None else rows.view(fields)
+    return {name: np.ascontiguousarray(records[name]) for name in fields.names or ()}
 
 
 class Encoder:
@@ -440,6 +464,7 @@ class Feed:
 
         self._train = rows_of((data.x, data.y, data.w), strays=strays)
         self._encode = Encoder(data)
+        self._fields = data.fields
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._buffers: dict[int, tuple[np.ndarray, ...]] = {}
         self._ahead: dict[tuple[int, int, int], tuple[Pending | None, ...]] = {}
@@ -519,7 +544,7 @@ class Feed:
             yield self._encoded(buffers)
 
     def _encoded(self, batch: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-        return (batch[0], self._encode(batch[1]), *batch[2:])
+        return (apart(batch[0], self._fields), self._encode(batch[1]), *batch[2:])
 
 
 async def read_rows(
@@ -527,9 +552,16 @@ async def read_rows(
 ) -> dict[Any, np.ndarray]:
     """Copies of rows of chunks, made off the event loop."""
     chunks = {key: data[key] for key in wanted}
-    return await offload(
-        lambda: {key: np.ascontiguousarray(chunk[wanted[key]]) for key, chunk in chunks.items()}
-    )
+
+    def read() -> dict[Any, np.ndarray]:
+        found = {}
+        for key, chunk in chunks.items():
+            found[key] = np.ascontiguousarray(as_rows(chunk)[wanted[key]])
+            if isinstance(chunk, Spooled):
+                chunk.was_read(len(found[key]))
+        return found
+
+    return await offload(read)
 
 
 def read_blob(

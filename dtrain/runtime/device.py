@@ -74,7 +74,11 @@ class Gpu:
     def batch(self, x: Any, y: Any, *weights: Any) -> Batch:
         """Rows, targets and, if there are any, weights on the GPU."""
         rest = (self.there("sample_weight", w) for w in weights)
-        return self.there("X", x), None if y is None else self.there("y", y), *rest
+        if isinstance(x, dict):
+            x = {name: self.there(f"X[{name!r}]", one) for name, one in x.items()}
+        else:
+            x = self.there("X", x)
+        return x, None if y is None else self.there("y", y), *rest
 
     def there(self, what: str, values: Any) -> Any:
         """An array on the GPU; ``what`` it is, for the error."""

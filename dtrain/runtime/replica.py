@@ -334,14 +334,14 @@ class Trainer:
                 error = GradientError(f"{error} ({where})")
             raise UserCodeError(f"loss_and_grads of the model: {where}") from error
         self.host.computed(replica)
-        samples = len(arrays[0])
+        samples = len(arrays[1])
         weight = self._weight(arrays) / self.plan.batch_size
         return Contribution(replica, weight, samples, loss, batch.part, batch.index)
 
     def _weight(self, batch: tuple[Any, ...]) -> float:
         """What the rows of a batch count together; 1 each, on average over all rows."""
         if len(batch) == 2:
-            return float(len(batch[0]))
+            return float(len(batch[1]))
         return metrics.total(batch[2]) / self.host.launch.data.mean_weight
 
     def _compute_on(

@@ -16,9 +16,11 @@ from dtrain.checks import flag
 from dtrain.cluster import Control
 from dtrain.config import settings
 from dtrain.errors import DataError, QueueClosed, SpecError
-from dtrain.inputs import array_of, is_sized, persisted, placed
+from dtrain.inputs import is_sized, placed
 from dtrain.runtime.queues.batches import Batching, BatchReader
 from dtrain.sessions.shared import TIMEOUT, Place, Shared, life_of, locate, timeout_of
+from dtrain.sources import array_of
+from dtrain.sources.ready import ready
 from dtrain.spec import whole
 
 if TYPE_CHECKING:
@@ -179,7 +181,8 @@ def _made(
         assert place is not None
         return place
     held: list[Any] = []
-    arrays = persisted(client, arrays, held)
+    arrays = ready(client, arrays, held)
+    _check_rows(arrays)
     control = Control(client)
     info = control.call("dtrain_info", settings().call_deadline)
     workers = [address for address, _ in info["ready"]]
@@ -217,17 +220,20 @@ def _made(
 
 def _checked(x: Any, y: Any) -> list[Any]:
     """X, and y if there is one: arrays of as many rows each."""
-    arrays = [array_of(x, "X")] + ([] if y is None else [array_of(y, "y")])
-    for name, array in zip(("X", "y"), arrays, strict=False):
-        if not is_sized(array):
-            raise DataError(
-                f"{name}: found chunks of unknown sizes {array.chunks}, expected known ones; "
-                f"call {name}.compute_chunk_sizes() first"
-            )
+    arrays = [array_of(x, "X")] + ([] if y is None else [array_of(y, "y", labels=True)])
+    if arrays[0].dtype.names is not None:
+        raise DataError("X: found a dict, expected one array")
+    _check_rows(arrays)
+    return arrays
+
+
+def _check_rows(arrays: list[Any]) -> None:
+    """As many in each, as far as their numbers are known."""
+    if not all(map(is_sized, arrays)):
+        return
     if not arrays[0].shape[0]:
         raise DataError("X: found 0 rows, expected one or more")
     if len(arrays) == 2 and arrays[0].shape[0] != arrays[1].shape[0]:
         raise DataError(
             f"X has {arrays[0].shape[0]} rows and y has {arrays[1].shape[0]}, expected as many"
         )
-    return arrays

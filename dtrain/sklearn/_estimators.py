@@ -25,10 +25,11 @@ from sklearn.utils.validation import (
 from dtrain.cluster import connect, current_client
 from dtrain.errors import SpecError
 from dtrain.frames import Columns, is_frame
-from dtrain.inputs import column_of, encoded_labels, features_of, labels_of
+from dtrain.inputs import encoded_labels, labels_of
 from dtrain.models import MLP, Linear, Logistic
 from dtrain.prediction import Trained
 from dtrain.result import Result
+from dtrain.sources import array_of
 from dtrain.spec import Mode, Sync
 from dtrain.training import fit
 
@@ -192,7 +193,7 @@ class _Estimator(ABC, BaseEstimator):
     def _know_columns(self, X: Any) -> int:
         """Note what a collection's columns are called; how many features they make."""
         if not is_frame(X):
-            self.n_features_in_ = int(features_of(X, None, "X").shape[1])
+            self.n_features_in_ = int(array_of(X, "X").shape[1])
             return self.n_features_in_
         self.feature_names_in_ = np.array([str(name) for name in X.columns], object)
         self.n_features_in_ = len(X.columns)
@@ -292,7 +293,7 @@ class DTrainClassifier(ClassifierMixin, _Estimator):
         return np.searchsorted(self.classes_, y), len(self.classes_)
 
     def _look_at(self, y: Any, known: Any, client: Client) -> tuple[Any, int]:
-        y = column_of(y, "y")
+        y = array_of(y, "y", labels=True)
         self._know_classes(labels_of(client, y), known)
         return encoded_labels(y, self.classes_), len(self.classes_)
 
@@ -347,7 +348,7 @@ class DTrainRegressor(RegressorMixin, _Estimator):
         return y, 1
 
     def _look_at(self, y: Any, known: Any, client: Client) -> tuple[Any, int]:
-        y = column_of(y, "y")
+        y = array_of(y, "y", labels=True)
         return y, 1 if y.ndim == 1 else int(y.shape[1])
 
 

@@ -77,17 +77,20 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[Client]:
 class processes:
     """A cluster of worker processes for a ``with`` block; deaths do not shrink it."""
 
-    def __init__(self, workers: int, threads: int = 1, **config: object) -> None:
+    def __init__(
+        self, workers: int, threads: int = 1, memory_limit: int | str = "auto", **config: object
+    ) -> None:
         self._config = dask.config.set(
             {"distributed.deploy.lost-worker-timeout": "1 hour", **config}
         )
-        self._workers, self._threads = workers, threads
+        self._workers, self._threads, self._memory = workers, threads, memory_limit
 
     def __enter__(self) -> Client:
         self._config.__enter__()
         self._cluster = LocalCluster(
             n_workers=self._workers,
             threads_per_worker=self._threads,
+            memory_limit=self._memory,
             processes=True,
             dashboard_address=None,
             silence_logs=50,

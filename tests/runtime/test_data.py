@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -92,9 +93,39 @@ def test_errors_of_the_users_graph_come_up(threaded):
         fit(threaded, x=dX)
 
 
-def test_chunks_along_columns_cannot_be_read_by_rows(threaded):
-    with pytest.raises(dtrain.DataError, match=r"rechunk\(\{1: -1\}\)"):
-        fit(threaded, x=da.from_array(X, chunks=(100, 2)))
+def test_lazy_chunks_along_several_axes_are_merged(threaded):
+    assert bits(fit(threaded, x=da.from_array(X, chunks=(100, 2)))) == bits(fit(threaded))
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (lambda: da.from_array(X, chunks=(100, 2)).persist(), r"X\.rechunk\(\{1: -1\}\)"),
+        (lambda: da.zeros((1 << 23, 16), chunks=(1 << 23, 4)),
+         r"X\.rechunk\(\{0: 'auto', 1: -1\}\)"),
+        (lambda: da.from_array(X, chunks=(100, -1))[:, da.from_array(X[0], chunks=5) > 0],
+         "compute_chunk_sizes"),
+    ],
+)  # fmt: skip
+def test_chunks_that_cannot_be_read_by_rows(threaded, array, words):
+    with pytest.raises(dtrain.DataError, match=words):
+        fit(threaded, x=array())
+
+
+@pytest.mark.parametrize("share", [0, 0.3])
+@pytest.mark.parametrize("validation", [{}, {"validation_split": 0.25, "metrics": ["mse"]}])
+def test_unknown_empty_and_uneven_chunks(threaded, share, validation):
+    """Chunks of 0, 1 and many rows, cut elsewhere in y, whose sizes nobody knows beforehand."""
+    every = da.from_array(np.ones(400, bool), chunks=400)
+    dX = da.from_array(X, chunks=((0, 1, 250, 0, 0, 149, 0), -1))
+    dy = da.from_array(Y, chunks=((0, 99, 1, 300),))
+    dX, dy = dX[every.rechunk((dX.chunks[0],))], dy[every.rechunk(dy.chunks)]
+    assert np.isnan(dX.shape[0])
+    plain = fit(threaded, **validation)
+    with dask.config.set({"dtrain.data-memory": share}):
+        found = fit(threaded, x=dX, y=dy, **validation)
+    assert bits(found) == bits(plain)
+    assert found.metrics.get("val_mse") == plain.metrics.get("val_mse")
 
 
 def test_chunks_of_unknown_sizes(threaded):
