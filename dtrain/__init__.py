@@ -17,6 +17,7 @@ from dtrain._version import __version__
 
 if TYPE_CHECKING:
     from dtrain import checkpoints, models, optim, sessions
+    from dtrain.callbacks import Callback, EarlyStopping
     from dtrain.cluster import connect, doctor
     from dtrain.devices import device
     from dtrain.errors import (
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 #: costs milliseconds, on a worker and in the CLI.
 _HOMES = {
     "Async": "dtrain.spec",
+    "Callback": "dtrain.callbacks",
     "Checkpoint": "dtrain.spec",
     "CheckpointError": "dtrain.errors",
     "ClusterError": "dtrain.errors",
@@ -63,6 +65,7 @@ _HOMES = {
     "DTrainError": "dtrain.errors",
     "DataError": "dtrain.errors",
     "DeadlineError": "dtrain.errors",
+    "EarlyStopping": "dtrain.callbacks",
     "FencedError": "dtrain.errors",
     "GradientError": "dtrain.errors",
     "FixedShards": "dtrain.partition",
@@ -104,6 +107,7 @@ _HOMES = {
 
 __all__ = [
     "Async",
+    "Callback",
     "Checkpoint",
     "CheckpointError",
     "ClusterError",
@@ -111,6 +115,7 @@ __all__ = [
     "DTrainError",
     "DataError",
     "DeadlineError",
+    "EarlyStopping",
     "FencedError",
     "FixedShards",
     "GradientError",

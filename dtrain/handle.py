@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtrain.callbacks import Callback
 from dtrain.cluster import Control
 from dtrain.config import settings
 from dtrain.errors import (
@@ -22,6 +24,7 @@ from dtrain.errors import (
 from dtrain.machines.jobs import TERMINAL, State
 from dtrain.machines.ledger import Ledger
 from dtrain.result import Result
+from dtrain.watching import Watch
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -46,8 +49,15 @@ class Handle:
     id : str
     """
 
-    def __init__(self, id: str, client: Client | str, model: Any = None) -> None:
+    def __init__(
+        self,
+        id: str,
+        client: Client | str,
+        model: Any = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self.id = id
+        self._watch = Watch(self, callbacks)
         self._control = Control(client)
         self._model = model
         self._result: Result | None = None
@@ -127,13 +137,15 @@ class Handle:
         until = None if timeout is None else time.monotonic() + timeout
         seen: str | None = None
         while True:
-            poll = _GLANCE if look else settings().poll
+            poll = _GLANCE if look or self._watch else settings().poll
             if until is not None:
                 poll = min(poll, max(until - time.monotonic(), 0.0))
             status = self._described(wait=poll, seen=seen, brief=True)
             seen = status["state"]
             if look:
                 look(status)
+            if self._watch:
+                self._watch.look()
             if seen in TERMINAL:
                 return status
             if until is not None and time.monotonic() >= until:
@@ -172,6 +184,7 @@ class Handle:
             functions=None if about["functions"] is None else pickle.loads(about["functions"]),
             output=status["output"],
         )
+        self._watch.end(self._result)
         return self._result
 
     def release(self) -> None:

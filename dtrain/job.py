@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from dtrain.callbacks import Callback, EarlyStopping
 from dtrain.devices import check_device, current_device
 from dtrain.errors import SpecError
 from dtrain.metrics import Function, check_metrics
@@ -75,6 +76,9 @@ class Job:
         targets of some rows (of a classifier the class indices) and what the model's ``predict``
         says of them, and returns a number for each row, shape (n,), or the mean of these; its name
         is the metric's.
+    callbacks : list of EarlyStopping and Callback
+        What decides when it is enough, with the job; and what watches it from the process that
+        waits for it.
     initial : Result, mapping of str to ndarray, or path; optional
         Parameters to start from, in place of the model's own: those of a result, of a dict, or
         of a saved model.
@@ -115,6 +119,7 @@ class Job:
     validation_data: tuple[Any, ...] | None = None
     validation_split: float | None = None
     metrics: Sequence[str | Function] = ()
+    callbacks: Sequence[EarlyStopping | Callback] = ()
     initial: Any = None
     checkpoint: Checkpoint | None = None
     resume: bool = False
@@ -165,6 +170,12 @@ class Job:
                 f"metrics: found {list(names)} without validation rows; "
                 f"expected validation_data or validation_split"
             )
+        for callback in self.callbacks:
+            if not isinstance(callback, EarlyStopping | Callback):
+                raise SpecError(
+                    f"callbacks: found {callback!r}, expected dtrain.EarlyStopping(...) or a "
+                    f"dtrain.Callback"
+                )
         self.spec(detach=True)
 
     @property
@@ -175,6 +186,18 @@ class Job:
     def functions(self) -> dict[str, Function]:
         """The metrics that are functions, by name."""
         return self._metrics[1]
+
+    @property
+    def stopping(self) -> tuple[EarlyStopping, ...]:
+        """What decides when it is enough; SpecError if that is of no value that epochs have."""
+        held_out = self.validation_data is not None or self.validation_split is not None
+        values = ["loss", *(f"val_{name}" for name in ("loss", *self._metrics[0]) if held_out)]
+        return tuple(c.checked(values) for c in self.callbacks if isinstance(c, EarlyStopping))
+
+    @property
+    def watchers(self) -> tuple[Callback, ...]:
+        """What watches it from the process that waits for it."""
+        return tuple(c for c in self.callbacks if isinstance(c, Callback))
 
     def spec(self, *, detach: bool) -> JobSpec:
         """What travels to the master."""
@@ -202,6 +225,7 @@ class Job:
             recovery=self.recovery,
             checkpoint=self.checkpoint,
             resume=self.resume,
+            stopping=tuple(asdict(policy) for policy in self.stopping),
         )
 
 

@@ -36,6 +36,8 @@ class Metric(NamedTuple):
     task: str
     sums: Callable[[np.ndarray, np.ndarray, Weights], Sums]
     value: Callable[[Sums], float]
+    #: whether a larger value is a better one
+    larger: bool = False
 
 
 def class_indices(scores: np.ndarray) -> np.ndarray:
@@ -155,11 +157,11 @@ def _own(name: str, function: Function, scores: np.ndarray, y: np.ndarray, w: We
 
 #: Add a metric by adding a row.
 METRICS: dict[str, Metric] = {
-    "accuracy": Metric("classification", _accuracy, _mean),
+    "accuracy": Metric("classification", _accuracy, _mean, larger=True),
     "log_loss": Metric("classification", _log_loss, _mean),
     "mae": Metric("regression", _mae, _mean),
     "mse": Metric("regression", _mse, _mean),
-    "r2": Metric("regression", _r2, _r2_value),
+    "r2": Metric("regression", _r2, _r2_value, larger=True),
 }
 
 
@@ -199,6 +201,15 @@ def check_metrics(wanted: Iterable[Any], task: str) -> tuple[tuple[str, ...], di
 def is_known(name: str) -> bool:
     """Whether it is a metric of dtrain's, not one of a user's own."""
     return name in METRICS or _TOP.fullmatch(name) is not None
+
+
+def larger_is_better(name: str) -> bool | None:
+    """Of a metric, or of ``loss``; None for a function of a user's own, which nobody knows."""
+    if name == "loss":
+        return False
+    if _TOP.fullmatch(name):
+        return True
+    return METRICS[name].larger if name in METRICS else None
 
 
 def sums(

@@ -173,6 +173,8 @@ class JobSpec:
     recovery: Recovery = field(default_factory=Recovery)
     checkpoint: Checkpoint | None = None
     resume: bool = False
+    #: what decides when it is enough: the fields of :class:`dtrain.EarlyStopping`
+    stopping: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("replicas", "shards", "steps"):
@@ -220,6 +222,7 @@ class JobSpec:
             "optimizer": dict(self.optimizer),
             "partitioner": None if self.partitioner is None else dict(self.partitioner),
             "metrics": list(self.metrics),
+            "stopping": [dict(policy) for policy in self.stopping],
         }
         return {**asdict(self), **own}
 
@@ -230,6 +233,7 @@ class JobSpec:
             **{
                 **values,
                 "metrics": tuple(values["metrics"]),
+                "stopping": tuple(values.get("stopping", ())),
                 "recovery": Recovery(**values["recovery"]),
                 "checkpoint": None if checkpoint is None else Checkpoint(**checkpoint),
             }

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import cloudpickle
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dtrain.callbacks import EarlyStopping
 from dtrain.checks import did_you_mean
 from dtrain.datafiles import Unreadable, Wanted, read
 from dtrain.errors import DataError, SpecError
@@ -129,6 +130,15 @@ class _Recovery(_Table):
     on_non_finite: Literal["fail", "skip"] = Field("fail", description='"fail" or "skip"')
 
 
+class _EarlyStopping(_Table):
+    kind: Literal["early_stopping"] = Field(description='"early_stopping"')
+    monitor: str = Field("val_loss", description="the name of a value of the epochs")
+    patience: Annotated[int, Field(ge=0)] = Field(2, description="a whole number from 0 up")
+    min_delta: Annotated[float, Field(ge=0)] = Field(0.0, description="a number from 0 up")
+    restore_best: bool = Field(True, description="true or false")
+    mode: Literal["auto", "min", "max"] = Field("auto", description='"auto", "min" or "max"')
+
+
 class _File(_Table):
     name: str | None = Field(None, description="a label")
     output: str | None = Field(None, description="the path of a folder for the saved model")
@@ -137,6 +147,9 @@ class _File(_Table):
     train: _Train = Field(_Train.model_validate({}), description="a table [train]")
     checkpoint: _Checkpoint | None = Field(None, description="a table [checkpoint] with a dir")
     recovery: _Recovery | None = Field(None, description="a table [recovery]")
+    callbacks: list[_EarlyStopping] = Field(
+        [], description='tables [[callbacks]] with kind = "early_stopping"'
+    )
 
 
 #: The keys of a table [train] that are not a job's own fields.
@@ -201,6 +214,10 @@ def load_job(path: str | Path, *, name: str | None = None, output: str | Path | 
         chosen["resume"] = file.checkpoint.resume
     if file.recovery is not None:
         chosen["recovery"] = spec.recovery(file.recovery)
+    if file.callbacks:
+        chosen["callbacks"] = [
+            EarlyStopping(**policy.model_dump(exclude={"kind"})) for policy in file.callbacks
+        ]
     chosen["name"] = name if name is not None else file.name
     spec.let_modules_travel()
 
@@ -457,6 +474,9 @@ def _problems(error: ValidationError, document: Mapping[str, Any], path: Path) -
                 break  # inside a value: pydantic's names for parts of a union, or indices
             name = str(part)
             keys.append(name)
+            if isinstance(part, int):  # which of several tables
+                found = found[part] if isinstance(found, list) else _NOTHING
+                continue
             if name not in table.model_fields:
                 known = list(table.model_fields)
                 hint = did_you_mean(name, known)

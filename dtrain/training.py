@@ -133,7 +133,7 @@ def submit(
     except BaseException:
         inputs.discard()
         raise
-    return Handle(described["id"], target, job.model)
+    return Handle(described["id"], target, job.model, job.watchers)
 
 
 def job_of(model: Any, X: Any, y: Any, arguments: dict[str, Any]) -> Job:

@@ -290,6 +290,8 @@ class JobMachine:
     record : callable
         Makes the epoch's record (a dict of plain values) of the payloads of all hosts that
         have replicas, in the order of the hosts; pure.
+    enough : callable
+        Why the job is to end after these records, in words; None: it is not.  Pure.
     """
 
     def __init__(
@@ -298,6 +300,7 @@ class JobMachine:
         limits: Limits,
         now: float,
         record: Callable[[list[dict[str, Any]]], dict[str, Any]],
+        enough: Callable[[list[dict[str, Any]]], str | None] = lambda history: None,
     ) -> None:
         self.id = id
         self.limits = limits
@@ -343,6 +346,7 @@ class JobMachine:
         #: (time, state, words)
         self.story: list[tuple[float, State, str]] = [(now, State.QUEUED, "submitted")]
         self._record = record
+        self._enough = enough
 
     # -- what others ask -------------------------------------------------------------------
 
@@ -487,7 +491,7 @@ class JobMachine:
         if everyone:
             self._opened()
         # "finished": a new generation that finds nothing left to do.
-        last = event.phase == "finished"
+        last, why = event.phase == "finished", None
         if event.phase == "evaluated":
             ordered = [payloads[h.address] for h in self.hosts if h.address in payloads]
             record = self._record(ordered)
@@ -505,14 +509,17 @@ class JobMachine:
                     f"of it was finite"
                 )
                 return self._fail(Failure("NON_FINITE", words), now)
-        self.settled[key] = last
-        if last:
-            self._succeed(now)
+        if event.phase in ("evaluated", "finished"):
+            why = self._enough(self.history)
+        self.settled[key] = last or why is not None
+        if self.settled[key]:
+            self._succeed(now, why)
         return []
 
-    def _succeed(self, now: float) -> None:
+    def _succeed(self, now: float, why: str | None) -> None:
         self.outcome = Outcome(State.SUCCEEDED)
-        self._enter(State.STOPPING, now, f"trained for {len(self.history)} epochs")
+        words = f"trained for {len(self.history)} epochs"
+        self._enter(State.STOPPING, now, words if why is None else f"{words}: {why}")
 
     def _host_failed(self, event: HostFailed, now: float) -> list[Command]:
         host = self.host(event.address)

@@ -264,7 +264,10 @@ class Driver:
             for number, host in enumerate(self._host.launch.hosts)
         ]
         self._run(graph, step + 1, graph.add("evaluated", tasks.settled, self._chief, *parts))
-        return _record(self._trainer, self._share.ended())
+        over = _record(self._trainer, self._share.ended())
+        host = self._host
+        host.service.bests.keep(host, self._share.params(step + 1, ()))
+        return over
 
     # -- with the client's help ----------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from distributed.scheduler import heartbeat_interval
 
 from dtrain import metrics
 from dtrain._version import __version__
+from dtrain.callbacks import enough, policies
 from dtrain.config import Settings, seconds, settings
 from dtrain.devices import lacking
 from dtrain.errors import ClusterError, DataError, JobNotFound, SessionNotFound
@@ -438,6 +439,7 @@ class Master(SchedulerPlugin):
             ),
             self.now(),
             functools.partial(metrics.epoch_record, replicas=replicas),
+            functools.partial(enough, policies(asked)),
         )
         record = Record(machine, resolved, client, plan)
         record.model, record.placement = model, placement

@@ -393,7 +393,9 @@ class Trainer:
 
     def _evaluate(self, epoch: int, version: int, params: Mapping[str, Any], *, last: bool) -> bool:
         """This host's part of the epoch's record; returns whether the master says stop."""
-        return self.record(epoch, version, self.scores(version, params), last=last)
+        stop = self.record(epoch, version, self.scores(version, params), last=last)
+        self.host.service.bests.keep(self.host, params)
+        return stop
 
     def scores(self, version: int, params: Mapping[str, Any]) -> dict[str, Any] | None:
         """The sums over the validation rows of this host's parts; None: the job has none."""
@@ -437,6 +439,9 @@ class Trainer:
         """What the task of the chief returns; written to the job's output first, if it has one."""
         if not self.host.is_chief:
             return None
+        best = self.host.service.bests.find(self.host)
+        if best is not None:
+            params, version = best.params, best.step
         copies = {name: np.array(value) for name, value in params.items()}
         if self.spec.output is not None:
             data = self.host.launch.data

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.arrays import aligned_bytes
+from dtrain.callbacks import enough, policies
 from dtrain.layout import Layout
 from dtrain.machines.cursor import Cursor
 from dtrain.machines.ledger import Ledger
@@ -81,6 +82,8 @@ class Begin:
 def finished(spec: JobSpec, plan: Plan, state: State) -> bool:
     """Whether nothing is left to do but to hand over the result."""
     epochs = len(state.history)
+    if enough(policies(spec), state.history) is not None:
+        return True
     if spec.backups:
         quorum = Quorum(plan, 0, spec.backups, _mutable(state.cursor))
         return quorum.exhausted and quorum.done and epochs > quorum.epoch

@@ -26,6 +26,7 @@ from dtrain.errors import DataError, DTrainError, FencedError
 from dtrain.machines.quorum import Join
 from dtrain.messages import Contribution, Measured, Push, Reduced
 from dtrain.runtime import blas, frames, process
+from dtrain.runtime.best import Bests
 from dtrain.runtime.data import read_rows
 from dtrain.runtime.inputfile import FileRef, InputFiles
 from dtrain.runtime.queues.worker import Queues
@@ -96,7 +97,10 @@ class WorkerService:
         self.queues = Queues(self)
         self.known = Acquaintance(worker)
         self.containers = Containers(worker, self.known.forget)
+        #: the parameters of the best epochs of jobs
+        self.bests = Bests(self)
         self.handlers = {
+            **self.bests.handlers,
             **self.queues.handlers,
             **self.containers.handlers,
             **Keeper(worker, self.containers).handlers,
@@ -426,6 +430,7 @@ class WorkerService:
         """The job has ended: nothing of it is left on this machine."""
         self._jobs.discard(job)
         self.usual.pop(job, None)
+        self.bests.drop(job)
         self._drop(job, math.inf)
         await offload(forget, job)
         if data is not None:

@@ -202,6 +202,17 @@ def test_what_is_not_given_is_left_to_the_job(spec):
     assert getattr(job, "recovery", dtrain.Recovery()) == dtrain.Recovery()
 
 
+def test_what_ends_a_job_is_a_list_of_tables(spec):
+    text = '[[callbacks]]\nkind = "early_stopping"\nmonitor = "loss"\npatience = 4\n'
+    assert load_job(spec(NPZ + text)).callbacks == [dtrain.EarlyStopping("loss", patience=4)]
+    for wrong, word in (
+        ("stopping", "callbacks.0.kind: found 'stopping', expected \"early_stopping\""),
+        ('early_stopping"\npatience = "2', "callbacks.0.patience: found '2', expected a whole"),
+        ('early_stopping"\npatient = "2', "callbacks.0.patient: found an unknown key (did you me"),
+    ):
+        assert word in refused(spec(NPZ + f'[[callbacks]]\nkind = "{wrong}"\n'))
+
+
 def test_recovery_and_checkpoint_are_tables(spec, tmp_path):
     job = load_job(
         spec(
