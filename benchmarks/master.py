@@ -47,9 +47,10 @@ from dtrain.machines.plan import Plan
 from dtrain.machines.rounds import Rounds
 from dtrain.machines.shard import ShardMachine
 from dtrain.messages import Contribution, Pushed, Reduced, Verdict
-from dtrain.runtime.data import ArrayRef, DataPlan
+from dtrain.runtime.data import DataPlan
 from dtrain.runtime.launch import Launch
 from dtrain.runtime.placement import place
+from dtrain.runtime.rows import ArrayRef
 
 HELP = "events/s, memory and messages of the machines with 10 to 10,000 simulated workers"
 

@@ -20,8 +20,9 @@ from dtrain.config import settings
 from dtrain.errors import ClusterWarning, DataError
 from dtrain.frames import Columns, is_frame
 from dtrain.job import Job, task_of
-from dtrain.runtime.data import ArrayRef, DataPlan, Parts
+from dtrain.runtime.data import DataPlan, Parts
 from dtrain.runtime.inputfile import Contents, Delivery, FileRef
+from dtrain.runtime.rows import ArrayRef
 from dtrain.runtime.spool import as_rows
 from dtrain.sources import array_of, features_of, is_dask
 from dtrain.sources.ready import on_chunks, ready

@@ -41,7 +41,7 @@ from dtrain.runtime.transport.segment import Segment
 if TYPE_CHECKING:
     from distributed import Client
 
-    from dtrain.runtime.data import ArrayRef
+    from dtrain.runtime.rows import ArrayRef
     from dtrain.runtime.worker import WorkerService
 
 #: What the files' names begin with.

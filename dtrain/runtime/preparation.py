@@ -19,10 +19,11 @@ from dtrain.partition import assign
 from dtrain.runtime import arena as arenas
 from dtrain.runtime import checkpoint
 from dtrain.runtime.arena import Arena
-from dtrain.runtime.data import Feed, Parts, Waits, room_for_copies
+from dtrain.runtime.data import Feed, Parts
 from dtrain.runtime.lead import Account, AsyncLead, QuorumLead, SyncLead
 from dtrain.runtime.modelfile import check_writable
 from dtrain.runtime.restore import restore
+from dtrain.runtime.rows import Waits, room_for_copies
 from dtrain.runtime.saver import Saver
 from dtrain.runtime.shards import AsyncShard, SyncShard
 from dtrain.runtime.state import Begin, State, finished

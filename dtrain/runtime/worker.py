@@ -27,9 +27,9 @@ from dtrain.machines.quorum import Join
 from dtrain.messages import Contribution, Measured, Push, Reduced
 from dtrain.runtime import blas, frames, process
 from dtrain.runtime.best import Bests
-from dtrain.runtime.data import read_rows
 from dtrain.runtime.inputfile import FileRef, InputFiles
 from dtrain.runtime.queues.worker import Queues
+from dtrain.runtime.rows import read_rows
 from dtrain.runtime.rpc import answering, ask
 from dtrain.runtime.sessions.keeping import Keeper
 from dtrain.runtime.sessions.known import Acquaintance

@@ -10,8 +10,9 @@ from distributed import wait
 
 import dtrain
 from dtrain.models import Linear, Logistic
-from dtrain.runtime.data import ArrayRef, Parts, Rows
+from dtrain.runtime.data import Parts
 from dtrain.runtime.inputfile import FileRef
+from dtrain.runtime.rows import ArrayRef, Rows
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((400, 5)).astype(np.float32)

@@ -35,8 +35,9 @@ from dtrain.inputs import Inputs, prepare
 from dtrain.job import Job
 from dtrain.models import Linear
 from dtrain.runtime import inputfile
-from dtrain.runtime.data import ArrayRef, DataPlan, Rows, read_blob
+from dtrain.runtime.data import DataPlan, read_blob
 from dtrain.runtime.inputfile import PAGE, Contents, FileRef, InputFiles, array_at
+from dtrain.runtime.rows import ArrayRef, Rows
 from dtrain.runtime.rpc import answering
 from dtrain.runtime.transport import segment
 from dtrain.runtime.worker import service_at

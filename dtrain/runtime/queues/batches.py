@@ -12,8 +12,8 @@ import numpy as np
 
 from dtrain.config import settings
 from dtrain.machines.plan import Plan, order
-from dtrain.runtime.data import ArrayRef, Rows, Waits
 from dtrain.runtime.queues.parcel import pack
+from dtrain.runtime.rows import ArrayRef, Rows, Waits
 
 if TYPE_CHECKING:
     from dtrain.runtime.worker import WorkerService
